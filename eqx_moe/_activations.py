@@ -1,0 +1,111 @@
+"""Activations of an expert: from the output of its up-projection(s) to the input of its down-projection."""
+
+import abc
+from typing import TYPE_CHECKING, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+if TYPE_CHECKING:  # type checkers know only the concrete form
+    from typing import ClassVar as AbstractClassVar
+else:
+    from equinox import AbstractClassVar
+
+
+class AbstractActivation(eqx.Module):
+    """An activation of an expert; all fields are static.
+
+    `gates` is 2 if the expert has a gate and an up-projection, whose outputs are `h[:, 0]` and `h[:, 1]`, and 1 if it
+    has an up-projection alone.
+    """
+
+    gates: AbstractClassVar[int]
+
+    @abc.abstractmethod
+    def __call__(self, h: Float[Array, "*rows gates d_ff"]) -> Float[Array, "*rows d_ff"]:
+        """Elementwise over everything but the `gates` axis."""
+
+
+class SwiGLU(AbstractActivation):
+    """`silu(gate) * up` ([arXiv:2002.05202](https://arxiv.org/abs/2002.05202))."""
+
+    gates: ClassVar[int] = 2
+
+    def __call__(self, h: Float[Array, "*rows 2 d_ff"]) -> Float[Array, "*rows d_ff"]:
+        return jax.nn.silu(h[..., 0, :]) * h[..., 1, :]
+
+
+class GeGLU(AbstractActivation):
+    """`gelu(gate) * up`, with the exact GELU ([arXiv:2002.05202](https://arxiv.org/abs/2002.05202)).
+
+    **Arguments:**
+
+    - `approximate`: whether to use the tanh approximation of GELU instead.
+    """
+
+    gates: ClassVar[int] = 2
+    approximate: bool = eqx.field(static=True, default=False)
+
+    def __call__(self, h: Float[Array, "*rows 2 d_ff"]) -> Float[Array, "*rows d_ff"]:
+        return jax.nn.gelu(h[..., 0, :], approximate=self.approximate) * h[..., 1, :]
+
+
+class ReGLU(AbstractActivation):
+    """`relu(gate) * up` ([arXiv:2002.05202](https://arxiv.org/abs/2002.05202))."""
+
+    gates: ClassVar[int] = 2
+
+    def __call__(self, h: Float[Array, "*rows 2 d_ff"]) -> Float[Array, "*rows d_ff"]:
+        return jax.nn.relu(h[..., 0, :]) * h[..., 1, :]
+
+
+class ClampedSwiGLU(AbstractActivation):
+    """`gate * sigmoid(alpha * gate) * (up + offset)` with clamped inputs, as in gpt-oss
+    ([arXiv:2508.10925](https://arxiv.org/abs/2508.10925)).
+
+    **Arguments:**
+
+    - `limit`: `gate` is clamped from above, `up` from both sides.
+    - `alpha`: slope inside the sigmoid.
+    - `offset`: added to `up`.
+    """
+
+    gates: ClassVar[int] = 2
+    limit: float = eqx.field(static=True, default=7.0)
+    alpha: float = eqx.field(static=True, default=1.702)
+    offset: float = eqx.field(static=True, default=1.0)
+
+    def __check_init__(self):
+        if self.limit <= 0:
+            raise ValueError(f"limit={self.limit} must be positive")
+
+    def __call__(self, h: Float[Array, "*rows 2 d_ff"]) -> Float[Array, "*rows d_ff"]:
+        gate = jnp.minimum(h[..., 0, :], self.limit)
+        up = jnp.clip(h[..., 1, :], -self.limit, self.limit)
+        return gate * jax.nn.sigmoid(self.alpha * gate) * (up + self.offset)
+
+
+class GELU(AbstractActivation):
+    """`gelu(up)` without a gate, exact ([arXiv:1606.08415](https://arxiv.org/abs/1606.08415)).
+
+    **Arguments:**
+
+    - `approximate`: whether to use the tanh approximation instead.
+    """
+
+    gates: ClassVar[int] = 1
+    approximate: bool = eqx.field(static=True, default=False)
+
+    def __call__(self, h: Float[Array, "*rows 1 d_ff"]) -> Float[Array, "*rows d_ff"]:
+        return jax.nn.gelu(h[..., 0, :], approximate=self.approximate)
+
+
+class SquaredReLU(AbstractActivation):
+    """`relu(up) ** 2` without a gate ([arXiv:2109.08668](https://arxiv.org/abs/2109.08668))."""
+
+    gates: ClassVar[int] = 1
+
+    def __call__(self, h: Float[Array, "*rows 1 d_ff"]) -> Float[Array, "*rows d_ff"]:
+        return jnp.square(jax.nn.relu(h[..., 0, :]))

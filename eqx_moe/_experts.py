@@ -1,0 +1,223 @@
+"""The experts: two grouped matmuls with a weighted activation between them."""
+
+import functools as ft
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from ._activations import AbstractActivation, SwiGLU
+from ._dtypes import accumulator
+from ._grouping import Grouping
+from ._matmul._auto import AutoGroupedMatmul
+from ._matmul._base import AbstractGroupedMatmul
+from ._matmul._functions import gathered_matmul, grouped_matmul
+
+# The name under which the experts' pre-activation is known to `jax.checkpoint` policies.
+PRE_ACTIVATION = "moe_pre_activation"
+
+
+def grouped_mlp(
+    rows: Float[Array, "rows d_model"],
+    sizes: Int[Array, " experts"],
+    w_gate_up: Float[Array, "experts d_model gates d_ff"],
+    w_down: Float[Array, "experts d_ff d_model"],
+    *,
+    weights: Float[Array, " rows"] | None = None,
+    b_gate_up: Float[Array, "experts gates d_ff"] | None = None,
+    b_down: Float[Array, "experts d_model"] | None = None,
+    activation: AbstractActivation = SwiGLU(),
+    matmul: AbstractGroupedMatmul = AutoGroupedMatmul(),
+) -> Float[Array, "rows d_model"]:
+    """Every group of rows through its own MLP.
+
+    For the backward pass it keeps `rows`, the pre-activation (named `eqx_moe.PRE_ACTIVATION` for `jax.checkpoint`
+    policies) and `weights`; the activation is computed again.
+
+    **Arguments:**
+
+    - `rows`: `[rows, d_model]`, sorted by expert.
+    - `sizes`: int, `[experts]`; rows of every expert.
+    - `w_gate_up`: `[experts, d_model, gates, d_ff]`; `gates` is 2 (gate, then up) for gated activations, else 1.
+    - `w_down`: `[experts, d_ff, d_model]`.
+    - `weights`: `[rows]`; if given, every row of the result is multiplied by its weight. This happens before the
+      down-projection, so that the gradient of the weights needs no expert's output.
+    - `b_gate_up`, `b_down`: biases, `[experts, gates, d_ff]` and `[experts, d_model]`; cast to the dtype of the rows.
+    - `activation`: an [`eqx_moe.AbstractActivation`][].
+    - `matmul`: the kernel, an [`eqx_moe.AbstractGroupedMatmul`][].
+
+    **Returns:** `[rows, d_model]`, of the dtype of `rows`; rows past `sum(sizes)` are exactly zero.
+
+    **Raises:** `ValueError` if the dtypes of `rows` and of the matrices differ, or `gates` does not fit the activation.
+    """
+    _check_gates(w_gate_up, activation)
+    up = grouped_matmul(rows, w_gate_up.reshape(*w_gate_up.shape[:2], -1), sizes, matmul=matmul)
+    return _from_pre_activation(up, sizes, w_gate_up, w_down, weights, b_gate_up, b_down, activation, matmul)
+
+
+def gathered_mlp(
+    x: Float[Array, "tokens d_model"],
+    grouping: Grouping,
+    w_gate_up: Float[Array, "experts d_model gates d_ff"],
+    w_down: Float[Array, "experts d_ff d_model"],
+    *,
+    weights: Float[Array, " rows"] | None = None,
+    b_gate_up: Float[Array, "experts gates d_ff"] | None = None,
+    b_down: Float[Array, "experts d_model"] | None = None,
+    activation: AbstractActivation = SwiGLU(),
+    matmul: AbstractGroupedMatmul = AutoGroupedMatmul(),
+) -> Float[Array, "rows d_model"]:
+    """`grouped_mlp(dispatch(x, grouping), grouping.sizes, ...)`, keeping `x` instead of its `rows` copies for the
+    backward pass.
+
+    **Arguments:**
+
+    - `x`: `[tokens, d_model]`.
+    - `grouping`: an [`eqx_moe.Grouping`][] of the same tokens and experts.
+    - The rest are those of [`eqx_moe.grouped_mlp`][].
+
+    **Returns:** `[rows, d_model]`, of the dtype of `x`.
+
+    **Raises:** `ValueError` if the dtypes of `x` and of the matrices differ, or `gates` does not fit the activation.
+    """
+    _check_gates(w_gate_up, activation)
+    up = gathered_matmul(x, w_gate_up.reshape(*w_gate_up.shape[:2], -1), grouping, matmul=matmul)
+    sizes = grouping.sizes
+    return _from_pre_activation(up, sizes, w_gate_up, w_down, weights, b_gate_up, b_down, activation, matmul)
+
+
+class Experts(eqx.Module):
+    """The experts' parameters.
+
+    - `w_gate_up`: `[experts, d_model, gates, d_ff]`, with `gates` 2 or 1 as the activation needs.
+    - `w_down`: `[experts, d_ff, d_model]`.
+    - `b_gate_up`, `b_down`: biases, or `None`.
+    """
+
+    w_gate_up: Float[Array, "experts d_model gates d_ff"]
+    w_down: Float[Array, "experts d_ff d_model"]
+    b_gate_up: Float[Array, "experts gates d_ff"] | None
+    b_down: Float[Array, "experts d_model"] | None
+    activation: AbstractActivation
+    matmul: AbstractGroupedMatmul
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        num_experts: int,
+        *,
+        activation: AbstractActivation = SwiGLU(),
+        matmul: AbstractGroupedMatmul = AutoGroupedMatmul(),
+        use_bias: bool = False,
+        dtype: jnp.dtype | type = jnp.float32,
+        key: Array,
+    ):
+        """**Arguments:**
+
+        - `d_model`, `d_ff`, `num_experts`: sizes.
+        - `activation`: an [`eqx_moe.AbstractActivation`][].
+        - `matmul`: the kernel, an [`eqx_moe.AbstractGroupedMatmul`][].
+        - `use_bias`: whether both projections have a bias; biases start at zero.
+        - `dtype`: of the parameters.
+        - `key`: for the initialisation, normal with variance `1 / fan_in`.
+        """
+        check_positive(d_model=d_model, d_ff=d_ff, num_experts=num_experts)
+        up_key, down_key = jax.random.split(key)
+        gates = activation.gates
+        self.w_gate_up = scaled_normal(up_key, (num_experts, d_model, gates, d_ff), d_model, dtype)
+        self.w_down = scaled_normal(down_key, (num_experts, d_ff, d_model), d_ff, dtype)
+        self.b_gate_up = jnp.zeros((num_experts, gates, d_ff), dtype) if use_bias else None
+        self.b_down = jnp.zeros((num_experts, d_model), dtype) if use_bias else None
+        self.activation = activation
+        self.matmul = matmul
+
+    def __call__(
+        self,
+        x: Float[Array, "tokens d_model"],
+        grouping: Grouping,
+        weights: Float[Array, " rows"] | None = None,
+    ) -> Float[Array, "rows d_model"]:
+        """[`eqx_moe.gathered_mlp`][] with these parameters, cast to the dtype of `x`."""
+        return gathered_mlp(
+            x,
+            grouping,
+            self.w_gate_up.astype(x.dtype),
+            self.w_down.astype(x.dtype),
+            weights=weights,
+            b_gate_up=self.b_gate_up,
+            b_down=self.b_down,
+            activation=self.activation,
+            matmul=self.matmul,
+        )
+
+
+def scaled_normal(key: Array, shape: tuple[int, ...], fan_in: int, dtype: jnp.dtype | type) -> Array:
+    """Normal numbers of variance `1 / fan_in`."""
+    return jax.random.normal(key, shape, dtype) * jnp.asarray(1 / math.sqrt(fan_in), dtype)
+
+
+def check_positive(**sizes: int) -> None:
+    """Raises `ValueError` naming the first size that is not positive."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name}={size} must be at least 1")
+
+
+def weighted_activation(
+    h: Float[Array, "rows gates d_ff"], weights: Float[Array, " rows"] | None, activation: AbstractActivation
+) -> Float[Array, "rows d_ff"]:
+    """The activation times the row's weight, computed in at least float32 and rounded once."""
+    wide = h.astype(accumulator(h.dtype))
+    act = activation(wide)
+    act = act if weights is None else act * weights.astype(wide.dtype)[:, None]
+    return act.astype(h.dtype)
+
+
+def _from_pre_activation(
+    up: Float[Array, "rows up"],
+    sizes: Int[Array, " experts"],
+    w_gate_up: Float[Array, "experts d_model gates d_ff"],
+    w_down: Float[Array, "experts d_ff d_model"],
+    weights: Float[Array, " rows"] | None,
+    b_gate_up: Float[Array, "experts gates d_ff"] | None,
+    b_down: Float[Array, "experts d_model"] | None,
+    activation: AbstractActivation,
+    matmul: AbstractGroupedMatmul,
+) -> Float[Array, "rows d_model"]:
+    if b_gate_up is not None:
+        bias = b_gate_up.reshape(b_gate_up.shape[0], up.shape[1])
+        up = up + _row_bias(jnp.ones(up.shape[0], up.dtype), bias, sizes, matmul)
+    h = checkpoint_name(up.reshape(up.shape[0], *w_gate_up.shape[2:]), PRE_ACTIVATION)
+    # Rematerialised: only its inputs live until the backward pass, the activation does not.
+    down = jax.checkpoint(ft.partial(_activate_and_project, activation=activation, matmul=matmul))
+    out = down(h, weights, w_down, sizes)
+    if b_down is not None:
+        share = jnp.ones(up.shape[0], up.dtype) if weights is None else weights.astype(up.dtype)
+        out = out + _row_bias(share, b_down, sizes, matmul)
+    return out
+
+
+def _activate_and_project(h, weights, w_down, sizes, *, activation, matmul):
+    return grouped_matmul(weighted_activation(h, weights, activation), w_down, sizes, matmul=matmul)
+
+
+def _row_bias(
+    share: Float[Array, " rows"],
+    bias: Float[Array, "experts d_out"],
+    sizes: Int[Array, " experts"],
+    matmul: AbstractGroupedMatmul,
+) -> Float[Array, "rows d_out"]:
+    """`share` times the bias of the row's expert: a grouped matmul of inner width 1, so that its gradient is the same
+    deterministic sum per group, and rows of no group get none."""
+    return grouped_matmul(share[:, None], bias.astype(share.dtype)[:, None, :], sizes, matmul=matmul)
+
+
+def _check_gates(w_gate_up: Float[Array, "experts d_model gates d_ff"], activation: AbstractActivation) -> None:
+    if w_gate_up.shape[2] != activation.gates:
+        raise ValueError(
+            f"gates: {activation} needs {activation.gates}, but w_gate_up has {w_gate_up.shape[2]} (its axis 2)"
+        )

@@ -1,0 +1,116 @@
+"""Grouping: from the experts of every token to rows sorted by expert, and back."""
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, Int32
+
+from ._permute import combine_rows, dispatch_rows
+from ._routing import Routing
+
+
+class Grouping(eqx.Module):
+    """The permutation that sorts assignments (a token and one of its experts) by expert, and its inverse.
+
+    - `order`: int32, `[rows]`; the assignment `token * k + choice` of every row, or `tokens * k` for the rows past
+      `sum(sizes)`, which belong to none.
+    - `position`: int32, `[tokens, k]`; the row of every assignment, or `rows` for tokens that are routed nowhere.
+    - `sizes`: int32, `[experts]`; rows of every expert, which is also its load.
+    """
+
+    order: Int32[Array, " rows"]
+    position: Int32[Array, "tokens k"]
+    sizes: Int32[Array, " experts"]
+
+
+def group_by_expert(routing: Routing) -> Grouping:
+    """Sorts the assignments by expert, and those of one expert by token.
+
+    **Arguments:**
+
+    - `routing`: an [`eqx_moe.Routing`][]; ids of `num_experts` are put last, in no group.
+
+    **Returns:** an [`eqx_moe.Grouping`][] with `rows = tokens * k`.
+
+    **Raises:** `ValueError` if `tokens * k` does not fit into 31 bits.
+    """
+    rows = routing.experts.size
+    if rows >= 2**31:
+        raise ValueError(
+            f"tokens * k = {rows} assignments do not fit into 32-bit indices (at most {2**31 - 1}): "
+            "route fewer tokens at a time"
+        )
+    experts = routing.experts.reshape(-1)
+    index = jnp.arange(rows, dtype=jnp.int32)
+    order, sizes = _sort(experts, index, routing.num_experts)
+    position = jnp.zeros(rows, jnp.int32).at[order].set(index, unique_indices=True)
+    # The assignments of tokens that are routed nowhere were sorted past the last group.
+    order = jnp.where(index < sizes.sum(dtype=sizes.dtype), order, rows)
+    position = jnp.where(experts < routing.num_experts, position, rows)
+    return Grouping(order, position.reshape(routing.experts.shape), sizes)
+
+
+def dispatch(x: Float[Array, "tokens d_model"], grouping: Grouping) -> Float[Array, "rows d_model"]:
+    """Copies every token to the rows of its experts; the adjoint of [`eqx_moe.combine`][].
+
+    **Arguments:**
+
+    - `x`: `[tokens, d_model]`.
+    - `grouping`: of the same tokens.
+
+    **Returns:** `[rows, d_model]`, of the dtype of `x`; rows that belong to no assignment are zero.
+    """
+    _check_tokens(x, grouping.position)
+    return dispatch_rows(x, grouping.order, grouping.position)
+
+
+def combine(rows: Float[Array, "rows d_model"], grouping: Grouping) -> Float[Array, "tokens d_model"]:
+    """Sums the rows of every token, in float32; the adjoint of [`eqx_moe.dispatch`][].
+
+    **Arguments:**
+
+    - `rows`: `[rows, d_model]`; what stands in rows that belong to no assignment, NaN included, has no effect.
+    - `grouping`: of the same rows.
+
+    **Returns:** `[tokens, d_model]`, of the dtype of `rows`; zero for tokens that are routed nowhere.
+    """
+    _check_rows(rows, grouping.order)
+    return combine_rows(rows, grouping.order, grouping.position)
+
+
+def row_weights(routing: Routing, grouping: Grouping) -> Float32[Array, " rows"]:
+    """The routing weights in row order, zero in rows that belong to no assignment.
+
+    **Arguments:**
+
+    - `routing`: an [`eqx_moe.Routing`][].
+    - `grouping`: made from it by [`eqx_moe.group_by_expert`][].
+
+    **Returns:** float32, `[rows]`.
+    """
+    _check_assignments(routing.weights, grouping.position)
+    return dispatch_rows(routing.weights.reshape(-1, 1), grouping.order, grouping.position.reshape(-1, 1))[:, 0]
+
+
+def _sort(experts: Int[Array, " rows"], index: Int[Array, " rows"], num_experts: int) -> tuple[Array, Array]:
+    """The assignments sorted by expert, stably, and how many each expert has."""
+    rows = experts.shape[0]
+    bounds = jnp.arange(num_experts + 1, dtype=jnp.int32)
+    if (num_experts + 1) * rows < 2**32:
+        # One integer holds expert and index: sorting single numbers is several times faster than sorting pairs.
+        packed = jnp.sort(experts.astype(jnp.uint32) * rows + index.astype(jnp.uint32))
+        order = (packed % max(rows, 1)).astype(jnp.int32)
+        starts = jnp.searchsorted(packed, bounds.astype(jnp.uint32) * rows)
+    else:
+        order = jnp.argsort(experts, stable=True).astype(jnp.int32)
+        starts = jnp.searchsorted(experts[order], bounds)
+    return order, jnp.diff(starts).astype(jnp.int32)
+
+
+# Arguments that hold arrays are taken apart, because axis names are bound per call and not across a module's fields.
+def _check_tokens(x: Float[Array, "tokens d_model"], position: Int[Array, "tokens k"]) -> None: ...
+
+
+def _check_rows(rows: Float[Array, "rows d_model"], order: Int[Array, " rows"]) -> None: ...
+
+
+def _check_assignments(weights: Float[Array, "tokens k"], position: Int[Array, "tokens k"]) -> None: ...

@@ -1,0 +1,1 @@
+"""Grouped matmul: one linear primitive, and the kernels that may stand behind it."""

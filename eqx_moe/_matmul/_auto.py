@@ -1,0 +1,88 @@
+"""The automatic choice of a kernel, which can say why."""
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from ._base import AbstractGroupedMatmul, Problem
+from ._blocked import BlockedDot
+from ._masked import MaskedDense
+from ._ragged import RaggedDot
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """What [`eqx_moe.AutoGroupedMatmul`][] chose, and why it rejected the rest; `print` it.
+
+    - `matmul`: the kernel that will run.
+    - `rejected`: pairs of a kernel and the reason against it.
+    """
+
+    matmul: AbstractGroupedMatmul
+    rejected: tuple[tuple[AbstractGroupedMatmul, str], ...]
+
+    def __str__(self) -> str:
+        lines = [f"chosen: {self.matmul}"]
+        return "\n".join(lines + [f"rejected: {kernel}: {reason}" for kernel, reason in self.rejected])
+
+
+class AutoGroupedMatmul(AbstractGroupedMatmul):
+    """Chooses a kernel for the platform the computation is compiled for, when it is compiled.
+
+    [`eqx_moe.AutoGroupedMatmul.select`][] tells the choice and the reasons without running anything.
+    """
+
+    @property
+    def candidates(self) -> tuple[AbstractGroupedMatmul, ...]:
+        """The kernels to choose from, best first; the last one runs everywhere."""
+        return (RaggedDot(), BlockedDot(), MaskedDense())
+
+    def select(
+        self, *, rows: int, d_in: int, d_out: int, experts: int, dtype, platform: str | None = None
+    ) -> Selection:
+        """Which kernel will run, and why not the others.
+
+        **Arguments:**
+
+        - `rows`, `d_in`, `d_out`, `experts`: the sizes of the product.
+        - `dtype`: of its operands.
+        - `platform`: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`; by default the one JAX uses here.
+
+        **Returns:** an [`eqx_moe.Selection`][].
+        """
+        platform = platform or _default_platform()
+        problem = Problem(rows, d_in, d_out, experts, jax.numpy.dtype(dtype))
+        reasons = [(kernel, kernel.why_not(platform, problem)) for kernel in self.candidates]
+        chosen = next(kernel for kernel, reason in reasons if reason is None)
+        others = [(kernel, reason) for kernel, reason in reasons if kernel is not chosen]
+        return Selection(chosen, tuple((kernel, reason or f"slower than {chosen}") for kernel, reason in others))
+
+    def resolve(self, platform: str, problem: Problem) -> AbstractGroupedMatmul:
+        sizes = dataclasses.asdict(problem)
+        return self.select(platform=platform, **sizes).matmul
+
+    def nn(
+        self, x: Float[Array, "rows d_in"], w: Float[Array, "experts d_in d_out"], sizes: Int[Array, " experts"]
+    ) -> Float[Array, "rows d_out"]:
+        return self._here(x.shape[0], w, sizes).nn(x, w, sizes)
+
+    def nt(
+        self, y: Float[Array, "rows d_out"], w: Float[Array, "experts d_in d_out"], sizes: Int[Array, " experts"]
+    ) -> Float[Array, "rows d_in"]:
+        return self._here(y.shape[0], w, sizes).nt(y, w, sizes)
+
+    def tn(
+        self, x: Float[Array, "rows d_in"], y: Float[Array, "rows d_out"], sizes: Int[Array, " experts"]
+    ) -> Float[Array, "experts d_in d_out"]:
+        shape = jax.ShapeDtypeStruct((sizes.shape[0], x.shape[1], y.shape[1]), x.dtype)
+        return self._here(x.shape[0], shape, sizes).tn(x, y, sizes)
+
+    def _here(self, rows: int, w, sizes: Array) -> AbstractGroupedMatmul:
+        problem = Problem(rows, w.shape[1], w.shape[2], sizes.shape[0], w.dtype)
+        return self.resolve(_default_platform(), problem)
+
+
+def _default_platform() -> str:
+    backend = jax.default_backend()
+    return "cuda" if backend == "gpu" else backend

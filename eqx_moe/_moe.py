@@ -1,0 +1,204 @@
+"""The mixture-of-experts layer."""
+
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32
+
+from ._activations import AbstractActivation, SwiGLU
+from ._experts import Experts, check_positive, scaled_normal, weighted_activation
+from ._grouping import Grouping, combine, group_by_expert, row_weights
+from ._matmul._auto import AutoGroupedMatmul
+from ._matmul._base import AbstractGroupedMatmul
+from ._router import Router, SelectionBias
+from ._routing import EXPERT_IDS, AbstractRoutingRule, Routing, mask_routing, router_logits
+from ._stats import MoEStats, routing_stats
+
+
+class LatentProjection(eqx.Module):
+    """Projections to a narrower width in which the experts work, and back.
+
+    - `down`: `[d_model, d_latent]`.
+    - `up`: `[d_latent, d_model]`.
+    """
+
+    down: Float[Array, "d_model d_latent"]
+    up: Float[Array, "d_latent d_model"]
+
+
+class SharedExperts(eqx.Module):
+    """A dense MLP that every token passes, beside the routed experts.
+
+    - `w_gate_up`: `[d_model, gates, d_shared]`.
+    - `w_down`: `[d_shared, d_model]`.
+    - `w_gate`: `[d_model, 1]`, of a sigmoid that scales the result per token, or `None`.
+    """
+
+    w_gate_up: Float[Array, "d_model gates d_shared"]
+    w_down: Float[Array, "d_shared d_model"]
+    w_gate: Float[Array, "d_model 1"] | None
+    activation: AbstractActivation
+
+    def __call__(self, x: Float[Array, "tokens d_model"]) -> Float[Array, "tokens d_model"]:
+        """The MLP of every token; parameters are cast to the dtype of `x`."""
+        h = jnp.einsum("td,dgf->tgf", x, self.w_gate_up.astype(x.dtype))
+        act = jax.checkpoint(ft.partial(weighted_activation, activation=self.activation))
+        gate = None if self.w_gate is None else jax.nn.sigmoid(router_logits(x, self.w_gate))[:, 0]
+        return act(h, gate) @ self.w_down.astype(x.dtype)
+
+
+class MoE(eqx.Module):
+    """A dropless mixture-of-experts layer.
+
+    ```python
+    moe = eqx_moe.MoE(512, 1024, 16, rule=eqx_moe.SoftmaxTopK(k=2), key=key)
+    y, stats = moe(x)  # x: [..., 512]
+    ```
+
+    Every leaf is an array, so that `jax.jit`, `jax.grad`, `jax.lax.scan` over stacked layers and optax take it as it
+    is. `jax.vmap(moe)` equals passing all its tokens at once, in values, gradients and, nearly, in speed.
+    """
+
+    router: Router
+    experts: Experts
+    shared: SharedExperts | None
+    latent: LatentProjection | None
+    selection_bias: SelectionBias | None
+    rule: AbstractRoutingRule
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        num_experts: int,
+        *,
+        rule: AbstractRoutingRule,
+        activation: AbstractActivation = SwiGLU(),
+        matmul: AbstractGroupedMatmul = AutoGroupedMatmul(),
+        expert_bias: bool = False,
+        router_bias: bool = False,
+        selection_bias: bool = False,
+        d_shared: int | None = None,
+        shared_gate: bool = False,
+        d_latent: int | None = None,
+        jitter: float = 0.0,
+        soft_cap: float | None = None,
+        dtype: jnp.dtype | type = jnp.float32,
+        key: Array,
+    ):
+        """**Arguments:**
+
+        - `d_model`: width of the tokens.
+        - `d_ff`: width of one expert.
+        - `num_experts`: how many there are; `rule.k` of them serve each token.
+        - `rule`: from logits to experts and weights, such as [`eqx_moe.SoftmaxTopK`][].
+        - `activation`: of the experts, the shared ones too.
+        - `matmul`: the grouped-matmul kernel.
+        - `expert_bias`: whether the experts' projections have biases.
+        - `router_bias`: whether the logits have a learned bias.
+        - `selection_bias`: whether there is a [`eqx_moe.SelectionBias`][], which starts at zero.
+        - `d_shared`: width of the shared experts, all together, or `None` for none.
+        - `shared_gate`: whether the shared experts' output is scaled by a sigmoid of the token.
+        - `d_latent`: if given, tokens are projected to this width for the routed experts, and back.
+        - `jitter`: amount of noise on the router's input, for calls with a key.
+        - `soft_cap`: bound of the router's logits, or `None`.
+        - `dtype`: of the parameters.
+        - `key`: for the initialisation.
+
+        **Raises:** `ValueError` for sizes or options that do not fit each other.
+        """
+        check_positive(d_model=d_model, d_ff=d_ff, num_experts=num_experts)
+        if rule.k > num_experts:
+            raise ValueError(f"k={rule.k} experts per token cannot be chosen from num_experts={num_experts}")
+        if shared_gate and d_shared is None:
+            raise ValueError("shared_gate=True needs shared experts: give d_shared")
+        keys = jax.random.split(key, 7)
+        self.router = Router(
+            d_model, num_experts, use_bias=router_bias, jitter=jitter, soft_cap=soft_cap, dtype=dtype, key=keys[0]
+        )
+        self.experts = Experts(
+            d_latent or d_model,
+            d_ff,
+            num_experts,
+            activation=activation,
+            matmul=matmul,
+            use_bias=expert_bias,
+            dtype=dtype,
+            key=keys[1],
+        )
+        self.latent = None
+        if d_latent is not None:
+            check_positive(d_latent=d_latent)
+            down = scaled_normal(keys[2], (d_model, d_latent), d_model, dtype)
+            self.latent = LatentProjection(down, scaled_normal(keys[3], (d_latent, d_model), d_latent, dtype))
+        self.shared = None
+        if d_shared is not None:
+            check_positive(d_shared=d_shared)
+            self.shared = SharedExperts(
+                scaled_normal(keys[4], (d_model, activation.gates, d_shared), d_model, dtype),
+                scaled_normal(keys[5], (d_shared, d_model), d_shared, dtype),
+                scaled_normal(keys[6], (d_model, 1), d_model, dtype) if shared_gate else None,
+                activation,
+            )
+        self.selection_bias = SelectionBias(jnp.zeros(num_experts, jnp.float32)) if selection_bias else None
+        self.rule = rule
+
+    def __call__(
+        self, x: Float[Array, "*batch d_model"], *, mask: Bool[Array, "*batch"] | None = None, key: Array | None = None
+    ) -> tuple[Float[Array, "*batch d_model"], MoEStats]:
+        """**Arguments:**
+
+        - `x`: `[..., d_model]`. The parameters are cast to its dtype; the router computes in float32.
+        - `mask`: bool, `[...]`; where it is false the token is routed nowhere, costs no expert any work, counts in no
+          statistic, and its output is exactly zero, whatever it holds.
+        - `key`: turns the router's jitter on.
+
+        **Returns:** the output, of the shape and dtype of `x`, and an [`eqx_moe.MoEStats`][].
+        """
+        tokens = x.reshape(-1, x.shape[-1])
+        mask = None if mask is None else mask.reshape(-1)
+        if mask is not None:
+            tokens = jnp.where(mask[:, None], tokens, 0)
+        routing, grouping, stats = self.route(tokens, mask=mask, key=key)
+        inner = tokens if self.latent is None else tokens @ self.latent.down.astype(x.dtype)
+        rows = self.experts(inner, grouping, row_weights(routing, grouping))
+        y = combine(rows, grouping)
+        y = y if self.latent is None else y @ self.latent.up.astype(x.dtype)
+        y = y if self.shared is None else y + self.shared(tokens)
+        return y.reshape(x.shape), stats
+
+    def route(
+        self, x: Float[Array, "tokens d_model"], *, mask: Bool[Array, " tokens"] | None = None, key: Array | None = None
+    ) -> tuple[Routing, Grouping, MoEStats]:
+        """Where the tokens go. The backward pass computes the logits again, but not the choice of experts."""
+        policy = jax.checkpoint_policies.save_only_these_names(EXPERT_IDS)
+        bias = None if self.selection_bias is None else self.selection_bias.value
+        return jax.checkpoint(ft.partial(_route, rule=self.rule), policy=policy)(self.router, x, bias, mask, key)
+
+
+def _route(
+    router: Router,
+    x: Float[Array, "tokens d_model"],
+    bias: Float32[Array, " experts"] | None,
+    mask: Bool[Array, " tokens"] | None,
+    key: Array | None,
+    *,
+    rule: AbstractRoutingRule,
+) -> tuple[Routing, Grouping, MoEStats]:
+    logits = router(x, key=key)
+    routing = rule(logits, bias=None if bias is None else lax.stop_gradient(bias))
+    _check_routing(logits, routing)
+    routing = routing if mask is None else mask_routing(routing, mask)
+    grouping = group_by_expert(routing)
+    return routing, grouping, routing_stats(logits, rule.probabilities(logits), grouping.sizes, mask=mask)
+
+
+def _check_routing(logits: Float[Array, "tokens experts"], routing: Routing) -> None:
+    tokens, experts = logits.shape
+    if routing.experts.shape[0] != tokens:
+        raise ValueError(f"tokens: the logits have {tokens}, the routing has {routing.experts.shape[0]}")
+    if routing.num_experts != experts:
+        raise ValueError(f"experts: the logits have {experts}, the routing says num_experts={routing.num_experts}")

@@ -1,0 +1,133 @@
+"""Dispatch and combine as an adjoint pair of linear JAX primitives: gathers in both directions, also when batched.
+
+Automatic differentiation of a gather is a scatter-add, which is slow and, on GPUs, not deterministic. The two maps here
+are each other's transpose and both know the permutation *and* its inverse, so neither direction scatters.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
+
+from ._dtypes import accumulator
+from ._vma import match_varying
+
+
+def take_rows(x: Float[Array, "tokens d_in"], index: Int[Array, "*n"]) -> Float[Array, "*n d_in"]:
+    """`x[index]`, with zeros where `index` is out of range."""
+    return x.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
+def take_filled(x: Int[Array, " n"], index: Int[Array, "..."], fill: int) -> Int[Array, "..."]:
+    """`x[index]`, with `fill` where `index` is out of range."""
+    return x.at[index].get(mode="fill", fill_value=fill, wrap_negative_indices=False)
+
+
+def invert(position: Int[Array, " n"], size: int) -> Int[Array, "{size}"]:
+    """The inverse of an injective map into `range(size)`: `size` stands for "none", in the argument and the result."""
+    index = jnp.arange(position.shape[0], dtype=position.dtype)
+    # Places past the end are dropped; they differ from each other because the scatter is promised unique places.
+    place = jnp.where(position < size, position, size + index)
+    none = jnp.full(size, size, position.dtype)
+    return none.at[place].set(index, mode="drop", unique_indices=True, wrap_negative_indices=False)
+
+
+def token_index(order: Int[Array, " rows"], position: Int[Array, "tokens k"]) -> Int[Array, " rows"]:
+    """The token each row was made from; `tokens`, which is out of range, for rows that belong to none."""
+    return order // max(position.shape[1], 1)
+
+
+def _dispatch(
+    x: Float[Array, "tokens d_in"], order: Int[Array, " rows"], position: Int[Array, "tokens k"]
+) -> Float[Array, "rows d_in"]:
+    return take_rows(x, token_index(order, position))
+
+
+def _combine(
+    rows: Float[Array, "rows d_in"], order: Int[Array, " rows"], position: Int[Array, "tokens k"]
+) -> Float[Array, "tokens d_in"]:
+    del order
+    if position.shape[1] == 1:
+        return take_rows(rows, position[:, 0])
+    # One gather per choice, added as they come: a `tokens k d_in` array never exists.
+    wide = accumulator(rows.dtype)
+    total = jnp.zeros((position.shape[0], rows.shape[1]), wide)
+    for choice in range(position.shape[1]):
+        total = total + take_rows(rows, position[:, choice]).astype(wide)
+    return total.astype(rows.dtype)
+
+
+dispatch_p = Primitive("moe_dispatch")
+combine_p = Primitive("moe_combine")
+
+
+def dispatch_rows(
+    x: Float[Array, "tokens d_in"], order: Int[Array, " rows"], position: Int[Array, "tokens k"]
+) -> Float[Array, "rows d_in"]:
+    """Row `r` of the result is token `order[r] // k` of `x`, or zero where `order[r]` is `tokens * k`."""
+    return _bind(dispatch_p, x, order, position)
+
+
+def combine_rows(
+    rows: Float[Array, "rows d_in"], order: Int[Array, " rows"], position: Int[Array, "tokens k"]
+) -> Float[Array, "tokens d_in"]:
+    """Token `t` of the result is the sum of `rows[position[t, j]]` over `j`; a position of `rows` adds nothing."""
+    return _bind(combine_p, rows, order, position)
+
+
+def _bind(primitive: Primitive, values: ArrayLike, order: Array, position: Array) -> Array:
+    return primitive.bind(*match_varying(values, order, position))
+
+
+def fold_order(order: Int[Array, "n rows"], position: Int[Array, "n tokens k"]) -> tuple[Array, Array]:
+    """Joins `n` permutations into one over all their tokens and rows, example after example."""
+    n, rows = order.shape
+    assignments = position.shape[1] * position.shape[2]
+    example = jnp.arange(n, dtype=order.dtype)
+    joined = jnp.where(order >= assignments, n * assignments, order + (example * assignments)[:, None])
+    places = jnp.where(position >= rows, n * rows, position + (example * rows)[:, None, None])
+    return joined.reshape(n * rows), places.reshape(-1, position.shape[2])
+
+
+def batch_first(args, dims) -> list[Array]:
+    """Every argument with the batch axis in front, repeated where an argument had none."""
+    n = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    return [
+        jnp.broadcast_to(x, (n, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(args, dims, strict=True)
+    ]
+
+
+def _register(primitive: Primitive, adjoint: Primitive, apply, shape_of) -> None:
+    """Gives one of the pair its evaluation, shape, derivative, transpose and batching rules."""
+
+    def abstract(values, order, position):
+        return values.update(shape=shape_of(values, order, position), weak_type=False)
+
+    def jvp(primals, tangents):
+        (values, order, position), (tangent, *_) = primals, tangents
+        return _bind(primitive, values, order, position), _bind(primitive, tangent, order, position)
+
+    def transpose(cotangent, values, order, position):
+        assert ad.is_undefined_primal(values)
+        return _bind(adjoint, cotangent, order, position), None, None
+
+    def batch(args, dims):
+        values, order, position = batch_first(args, dims)
+        shape = shape_of(values[0], order[0], position[0])
+        folded = _bind(primitive, values.reshape(-1, values.shape[-1]), *fold_order(order, position))
+        return folded.reshape(order.shape[0], *shape), 0
+
+    primitive.def_abstract_eval(abstract)
+    # Evaluated through `jit` so that an eager call compiles once per shape and runs on its operands' devices.
+    primitive.def_impl(jax.jit(primitive.bind))
+    mlir.register_lowering(primitive, mlir.lower_fun(apply, multiple_results=False))
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transpose
+    batching.primitive_batchers[primitive] = batch
+
+
+_register(dispatch_p, combine_p, _dispatch, lambda x, order, position: (order.shape[0], x.shape[1]))
+_register(combine_p, dispatch_p, _combine, lambda rows, order, position: (position.shape[0], rows.shape[1]))

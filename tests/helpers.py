@@ -1,0 +1,101 @@
+"""The dense float32 oracle, the tables of kernels and sizes, and the tolerances; named once for all tests."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import eqx_moe
+
+# Relative norm of the difference to the oracle.
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2}
+
+KERNELS = {
+    "masked": eqx_moe.MaskedDense(),
+    "ragged": eqx_moe.RaggedDot(),
+    "blocked": eqx_moe.BlockedDot(),
+    "blocked_4_3": eqx_moe.BlockedDot(block=4, tail=3),
+}
+
+# Rows, and the sizes of the groups among them.
+SIZES = {
+    "uniform": (24, [6, 6, 6, 6]),
+    "uneven": (24, [1, 13, 3, 7]),
+    "all_to_first": (24, [24, 0, 0, 0]),
+    "all_to_last": (24, [0, 0, 0, 24]),
+    "empty_first": (24, [0, 10, 6, 8]),
+    "empty_last": (24, [10, 6, 8, 0]),
+    "empty_all": (24, [0, 0, 0, 0]),
+    "tail": (24, [5, 2, 7, 3]),
+    "tail_of_one": (24, [6, 6, 6, 5]),
+    "tail_and_empty": (24, [0, 9, 0, 4]),
+    "one_row": (1, [0, 0, 1, 0]),
+    "one_row_in_none": (1, [0, 0, 0, 0]),
+    "no_rows": (0, [0, 0, 0, 0]),
+    "one_expert": (9, [9]),
+    "one_expert_tail": (9, [4]),
+    "over_one_block": (300, [140, 0, 129, 20]),
+}
+SIZES |= {  # every pattern of empty and non-empty groups of three experts
+    "pattern_" + "".join(map(str, bits)): (15, [5 * bit for bit in bits])
+    for bits in itertools.product((0, 1), repeat=3)
+}
+
+
+def relative_error(actual, expected) -> float:
+    """The norm of the difference over the norm of `expected`; the plain norm where `expected` is all zero."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert actual.shape == expected.shape, f"shapes {actual.shape} and {expected.shape}"
+    norm = np.linalg.norm(expected)
+    return float(np.linalg.norm(actual - expected) / (norm if norm > 0 else 1.0))
+
+
+def assert_close(actual, expected, *, dtype="float32") -> None:
+    """Every leaf within the dtype's relative norm of `expected`; NaN never passes."""
+    actual, expected = jax.tree.leaves(actual), jax.tree.leaves(expected)
+    assert len(actual) == len(expected)
+    errors = [relative_error(a, b) for a, b in zip(actual, expected, strict=True)]
+    assert all(error <= TOLERANCE[str(jnp.dtype(dtype))] for error in errors), errors
+
+
+def assert_equal(actual, expected) -> None:
+    """Every leaf exactly equal."""
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def oracle_grouped_matmul(lhs, rhs, sizes):
+    """One NumPy matmul per group, in float64."""
+    lhs, rhs, sizes = np.asarray(lhs, np.float64), np.asarray(rhs, np.float64), np.asarray(sizes)
+    out = np.zeros((lhs.shape[0], rhs.shape[2]))
+    start = 0
+    for expert, size in enumerate(sizes):
+        out[start : start + size] = lhs[start : start + size] @ rhs[expert]
+        start += size
+    return out
+
+
+def oracle_moe(moe: eqx_moe.MoE, x, mask=None):
+    """The layer as a sum over all experts of every token, in plain differentiable jnp: no grouping, no kernels.
+
+    Returns `[tokens, d_model]` for `x` of shape `[tokens, d_model]`.
+    """
+    x = x if mask is None else jnp.where(mask[:, None], x, 0)
+    bias = None if moe.selection_bias is None else moe.selection_bias.value
+    routing = moe.rule(moe.router(x), bias=bias)
+    weights = routing.weights if mask is None else jnp.where(mask[:, None], routing.weights, 0)
+    dense = (
+        jnp.zeros((x.shape[0], routing.num_experts)).at[jnp.arange(x.shape[0])[:, None], routing.experts].add(weights)
+    )
+    inner = x if moe.latent is None else x @ moe.latent.down
+    experts = moe.experts
+    up = jnp.einsum("td,edgf->tegf", inner, experts.w_gate_up)
+    up = up if experts.b_gate_up is None else up + experts.b_gate_up[None]
+    each = jnp.einsum("tef,efd->ted", experts.activation(up), experts.w_down)
+    each = each if experts.b_down is None else each + experts.b_down[None]
+    y = jnp.einsum("te,ted->td", dense, each)
+    y = y if moe.latent is None else y @ moe.latent.up
+    if moe.shared is not None:
+        shared = moe.shared.activation(jnp.einsum("td,dgf->tgf", x, moe.shared.w_gate_up)) @ moe.shared.w_down
+        y = y + (shared if moe.shared.w_gate is None else shared * jax.nn.sigmoid(x @ moe.shared.w_gate))
+    return y

@@ -1,0 +1,15 @@
+# Mirrors Transformer Engine 2.20.2 (transformer_engine.jax.quantize).
+from .device_utils import get_device_compute_capability as get_device_compute_capability
+from .device_utils import is_fp8_gemm_with_all_layouts_supported as is_fp8_gemm_with_all_layouts_supported
+from .misc import QuantizeLayout as QuantizeLayout
+from .quantizer import GroupedQuantizer as GroupedQuantizer
+from .quantizer import Quantizer as Quantizer
+from .quantizer import QuantizerFactory as QuantizerFactory
+from .quantizer import QuantizerSet as QuantizerSet
+from .quantizer import noop_quantizer_set as noop_quantizer_set
+from .scaling_modes import ScalingMode as ScalingMode
+from .scaling_modes import TensorUsage as TensorUsage
+from .tensor import GroupedNoScaleTensor as GroupedNoScaleTensor
+from .tensor import GroupedScaledTensor1x as GroupedScaledTensor1x
+from .tensor import ScaledTensor1x as ScaledTensor1x
+from .tensor import ScaledTensor2x as ScaledTensor2x
