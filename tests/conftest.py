@@ -20,3 +20,10 @@ def eight_cpu_devices():
 def float64():
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def default_promotion():
+    """JAX as users have it: the tests' strict promotion is switched off."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield

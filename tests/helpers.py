@@ -2,6 +2,7 @@
 
 import itertools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,19 @@ KERNELS = {
     "masked": eqx_moe.MaskedDense(),
     "ragged": eqx_moe.RaggedDot(),
     "blocked": eqx_moe.BlockedDot(),
-    "blocked_4_3": eqx_moe.BlockedDot(block=4, tail=3),
+    "blocked_3_4": eqx_moe.BlockedDot(blocks=(3, 4)),
+}
+
+ACTIVATIONS = {
+    "swiglu": eqx_moe.SwiGLU(),
+    "geglu": eqx_moe.GeGLU(),
+    "geglu_tanh": eqx_moe.GeGLU(approximate=True),
+    "reglu": eqx_moe.ReGLU(),
+    "clamped": eqx_moe.ClampedSwiGLU(),
+    "clamped_low": eqx_moe.ClampedSwiGLU(limit=0.6, alpha=1.3, offset=0.25),
+    "gelu": eqx_moe.GELU(),
+    "gelu_tanh": eqx_moe.GELU(approximate=True),
+    "squared_relu": eqx_moe.SquaredReLU(),
 }
 
 # Rows, and the sizes of the groups among them.
@@ -41,6 +54,23 @@ SIZES |= {  # every pattern of empty and non-empty groups of three experts
     "pattern_" + "".join(map(str, bits)): (15, [5 * bit for bit in bits])
     for bits in itertools.product((0, 1), repeat=3)
 }
+
+
+def normal(*shape, dtype="float32", seed=0):
+    """Normal numbers, drawn by NumPy so that no shape costs a compilation."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def make_moe(d_model=8, d_ff=6, num_experts=5, *, k=2, rule=None, seed=0, **options) -> eqx_moe.MoE:
+    """A layer whose parameters are all random, the biases too, which the constructor starts at zero."""
+    rule = eqx_moe.SoftmaxTopK(k=k) if rule is None else rule
+    shapes = eqx.filter_eval_shape(
+        lambda key: eqx_moe.MoE(d_model, d_ff, num_experts, rule=rule, key=key, **options), jax.random.key(0)
+    )
+    leaves, structure = jax.tree.flatten(shapes)
+    random = np.random.default_rng(seed)
+    values = [jnp.asarray(0.4 * random.standard_normal(leaf.shape), leaf.dtype) for leaf in leaves]
+    return jax.tree.unflatten(structure, values)
 
 
 def relative_error(actual, expected) -> float:

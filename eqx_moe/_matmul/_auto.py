@@ -33,10 +33,11 @@ class AutoGroupedMatmul(AbstractGroupedMatmul):
     [`eqx_moe.AutoGroupedMatmul.select`][] tells the choice and the reasons without running anything.
     """
 
-    @property
-    def candidates(self) -> tuple[AbstractGroupedMatmul, ...]:
-        """The kernels to choose from, best first; the last one runs everywhere."""
-        return (RaggedDot(), BlockedDot(), MaskedDense())
+    def candidates(self, platform: str) -> tuple[AbstractGroupedMatmul, ...]:
+        """The kernels to choose from on `platform`, best first; nothing ever speaks against the last one."""
+        # Large blocks fill a GPU: on an H200, 8 experts of 4096 x 4096, 175 TFLOP/s against 84 with the CPU's blocks.
+        blocked = BlockedDot(blocks=(256, 1024)) if platform in ("cuda", "rocm") else BlockedDot()
+        return (RaggedDot(), blocked, MaskedDense())
 
     def select(
         self, *, rows: int, d_in: int, d_out: int, experts: int, dtype, platform: str | None = None
@@ -53,7 +54,7 @@ class AutoGroupedMatmul(AbstractGroupedMatmul):
         """
         platform = platform or _default_platform()
         problem = Problem(rows, d_in, d_out, experts, jax.numpy.dtype(dtype))
-        reasons = [(kernel, kernel.why_not(platform, problem)) for kernel in self.candidates]
+        reasons = [(kernel, kernel.why_not(platform, problem)) for kernel in self.candidates(platform)]
         chosen = next(kernel for kernel, reason in reasons if reason is None)
         others = [(kernel, reason) for kernel, reason in reasons if kernel is not chosen]
         return Selection(chosen, tuple((kernel, reason or f"slower than {chosen}") for kernel, reason in others))

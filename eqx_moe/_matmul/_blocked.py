@@ -1,5 +1,7 @@
 """Grouped matmul as a walk over blocks of rows."""
 
+import functools as ft
+
 import equinox as eqx
 import jax.numpy as jnp
 from jax import lax
@@ -11,23 +13,24 @@ from ._base import AbstractGroupedMatmul, Problem
 
 
 class BlockedDot(AbstractGroupedMatmul):
-    """Every expert's rows, a fixed block at a time, times the expert's own slice of the weights.
+    """Every expert's rows, a block at a time, times the expert's own slice of the weights.
 
-    The walk skips empty experts, does no more arithmetic than the groups have rows (rounded up to `tail` rows an
-    expert) and reads each expert's weights once. It is plain JAX and runs everywhere; it is the default on CPUs.
+    The walk skips empty experts, reads the weights of each other expert once, and takes the smallest block that holds
+    what is left of a group, so that most groups are one product and little is computed for nothing. It is plain JAX and
+    runs everywhere; it is the default on CPUs.
 
     **Arguments:**
 
-    - `block`: rows multiplied at a time while a group has that many left.
-    - `tail`: rows multiplied at a time at the end of a group.
+    - `blocks`: the sizes of block to choose from, in rows, growing.
     """
 
-    block: int = eqx.field(static=True, default=128)
-    tail: int = eqx.field(static=True, default=32)
+    blocks: tuple[int, ...] = eqx.field(
+        static=True, default=(16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+    )
 
     def __check_init__(self):
-        if not 0 < self.tail <= self.block:
-            raise ValueError(f"`tail` must lie between 1 and `block`: got tail={self.tail}, block={self.block}")
+        if not self.blocks or self.blocks[0] < 1 or list(self.blocks) != sorted(set(self.blocks)):
+            raise ValueError(f"blocks={self.blocks} must be positive and growing")
 
     def nn(
         self, x: Float[Array, "rows d_in"], w: Float[Array, "experts d_in d_out"], sizes: Int[Array, " experts"]
@@ -40,25 +43,31 @@ class BlockedDot(AbstractGroupedMatmul):
         return self._multiply_rows(y, w, sizes, contract=1)
 
     def _multiply_rows(self, x: Array, w: Array, sizes: Array, *, contract: int) -> Array:
-        """Rows of `x` times the expert's weights, contracting the weights' axis `contract`."""
-        x, w, sizes, out = match_varying(x, w, sizes, jnp.zeros((x.shape[0], w.shape[2 - contract]), x.dtype))
+        """Rows of `x` times the expert's weights, contracting the weights' axis `contract`.
+
+        A block that is larger than what is left of its group writes into the rows of the next groups, which overwrite
+        them in their turn; only where no rows are left for that is it moved back and masked.
+        """
+        rows = x.shape[0]
+        x, w, sizes, out = match_varying(x, w, sizes, lax.empty((rows, w.shape[2 - contract]), x.dtype))
 
         def visit(expert, start, stop, out):
             weights = lax.dynamic_index_in_dim(w, expert, keepdims=False)
 
-            def whole(start, size, out):
+            def multiply(size, start, out):
                 product = _dot(lax.dynamic_slice_in_dim(x, start, size), weights, (1, contract))
-                return lax.dynamic_update_slice_in_dim(out, product, start, 0)
+                return lax.dynamic_update_slice_in_dim(out, product.astype(x.dtype), start, 0)
 
-            def part(start, size, out):
-                at, inside = _window(start, stop, size, x.shape[0])
-                product = _dot(lax.dynamic_slice_in_dim(x, at, size), weights, (1, contract))
+            def multiply_last(size, start, out):
+                at, inside = _window(start, stop, size, rows)
+                product = _dot(lax.dynamic_slice_in_dim(x, at, size), weights, (1, contract)).astype(x.dtype)
                 kept = jnp.where(inside, product, lax.dynamic_slice_in_dim(out, at, size))
                 return lax.dynamic_update_slice_in_dim(out, kept, at, 0)
 
-            return self._walk(start, stop, x.shape[0], whole, part, out)
+            return self._walk(start, stop, rows, multiply, multiply_last, out)
 
-        return _for_each_group(sizes, visit, out)
+        out = _for_each_group(sizes, visit, out)
+        return _zero_from(sizes.sum(dtype=sizes.dtype), out, min(self.blocks[-1], rows))
 
     def tn(
         self, x: Float[Array, "rows d_in"], y: Float[Array, "rows d_out"], sizes: Int[Array, " experts"]
@@ -68,34 +77,28 @@ class BlockedDot(AbstractGroupedMatmul):
             x, y, sizes, jnp.zeros((sizes.shape[0], *shape), x.dtype), jnp.zeros(shape, wide)
         )
 
-        def whole(start, size, total):
-            a, b = (lax.dynamic_slice_in_dim(z, start, size) for z in (x, y))
-            return total + _dot(a, b, (0, 0), wide)
-
         def visit(expert, start, stop, out):
-            def part(start, size, total):
+            def accumulate(size, start, total):
                 at, inside = _window(start, stop, size, x.shape[0])
                 a, b = (jnp.where(inside, lax.dynamic_slice_in_dim(z, at, size), 0) for z in (x, y))
-                return total + _dot(a, b, (0, 0), wide)
+                return total + _dot(a, b, (0, 0))
 
-            total = self._walk(start, stop, x.shape[0], whole, part, zero)
+            total = self._walk(start, stop, x.shape[0], accumulate, accumulate, zero)
             return lax.dynamic_update_index_in_dim(out, total.astype(x.dtype), expert, 0)
 
         return _for_each_group(sizes, visit, out)
 
-    def _walk(self, start, stop, rows, whole, part, carry):
-        """Carries `carry` over the rows from `start` to `stop`: whole blocks first, then masked parts."""
-        block, tail = min(self.block, rows), min(self.tail, rows)
-        start, carry = lax.while_loop(
-            lambda state: state[0] + block <= stop,
-            lambda state: (state[0] + block, whole(state[0], block, state[1])),
-            (start, carry),
-        )
-        return lax.while_loop(
-            lambda state: state[0] < stop,
-            lambda state: (state[0] + tail, part(state[0], tail, state[1])),
-            (start, carry),
-        )[1]
+    def _walk(self, start, stop, rows, step, last_step, carry):
+        """Carries `carry` through `step(size, start, carry)` for blocks from `start` to `stop`, each the smallest that
+        holds what is left or else the largest; through `last_step` where such a block would reach past all `rows`."""
+        sizes = sorted({min(size, rows) for size in self.blocks})
+        # A loop per size, which runs at most once but for the largest. A `lax.switch` over the sizes would read better,
+        # but on jax 0.10 it copies a large carry in every step instead of updating it in place.
+        state = (start, carry)
+        for smaller, size in reversed(list(zip([0, *sizes], sizes, strict=False))):
+            fits = lambda state, smaller=smaller, size=size: (stop - state[0] > smaller) & (state[0] + size <= rows)
+            state = lax.while_loop(fits, ft.partial(_advance, size, step), state)
+        return lax.while_loop(lambda state: state[0] < stop, ft.partial(_advance, sizes[0], last_step), state)[1]
 
     def why_not(self, platform: str, problem: Problem) -> str | None:
         if platform == "tpu":
@@ -115,6 +118,24 @@ def _for_each_group(sizes: Int[Array, " experts"], visit, carry):
     return lax.fori_loop(0, jnp.count_nonzero(sizes), step, carry)
 
 
+def _advance(size, step, state):
+    start, carry = state
+    return start + size, step(size, start, carry)
+
+
+def _zero_from(start, out: Float[Array, "rows d_out"], size: int) -> Float[Array, "rows d_out"]:
+    """`out` with zeros in the rows from `start` on, written `size` rows at a time."""
+    rows = out.shape[0]
+
+    def body(state):
+        start, out = state
+        at, inside = _window(start, rows, size, rows)
+        kept = jnp.where(inside, 0, lax.dynamic_slice_in_dim(out, at, size))
+        return start + size, lax.dynamic_update_slice_in_dim(out, kept, at, 0)
+
+    return lax.while_loop(lambda state: state[0] < rows, body, (start, out))[1]
+
+
 def _window(start, stop, size: int, rows: int) -> tuple[Array, Array]:
     """Where to read `size` rows so that `start` is among them and all exist, and which of them lie in the group."""
     at = jnp.minimum(start, rows - size)
@@ -122,7 +143,6 @@ def _window(start, stop, size: int, rows: int) -> tuple[Array, Array]:
     return at, ((index >= start) & (index < stop))[:, None]
 
 
-def _dot(a: Array, b: Array, contract: tuple[int, int], out_dtype=None) -> Array:
+def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
     dimensions = (((contract[0],), (contract[1],)), ((), ()))
-    product = lax.dot_general(a, b, dimensions, preferred_element_type=accumulator(a.dtype))
-    return product.astype(out_dtype or a.dtype)
+    return lax.dot_general(a, b, dimensions, preferred_element_type=accumulator(a.dtype))
