@@ -142,17 +142,9 @@ class Experts(eqx.Module):
         weights: Float[Array, " rows"] | None = None,
     ) -> Float[Array, "rows d_model"]:
         """[`eqx_moe.gathered_mlp`][] with these parameters, cast to the dtype of `x`."""
-        return gathered_mlp(
-            x,
-            grouping,
-            self.w_gate_up.astype(x.dtype),
-            self.w_down.astype(x.dtype),
-            weights=weights,
-            b_gate_up=self.b_gate_up,
-            b_down=self.b_down,
-            activation=self.activation,
-            matmul=self.matmul,
-        )
+        # Rematerialised around the casts, so that casted copies of the weights do not live until the backward pass.
+        policy = jax.checkpoint_policies.save_only_these_names(PRE_ACTIVATION)
+        return jax.checkpoint(_cast_and_run, policy=policy)(self, x, grouping, weights)
 
 
 def scaled_normal(key: Array, shape: tuple[int, ...], fan_in: int, dtype: jnp.dtype | type) -> Array:
@@ -175,6 +167,22 @@ def weighted_activation(
     act = activation(wide)
     act = act if weights is None else act * weights.astype(wide.dtype)[:, None]
     return act.astype(h.dtype)
+
+
+def _cast_and_run(
+    experts: Experts, x: Float[Array, "tokens d_model"], grouping: Grouping, weights: Float[Array, " rows"] | None
+) -> Float[Array, "rows d_model"]:
+    return gathered_mlp(
+        x,
+        grouping,
+        experts.w_gate_up.astype(x.dtype),
+        experts.w_down.astype(x.dtype),
+        weights=weights,
+        b_gate_up=experts.b_gate_up,
+        b_down=experts.b_down,
+        activation=experts.activation,
+        matmul=experts.matmul,
+    )
 
 
 def _from_pre_activation(

@@ -6,10 +6,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32
 
 from ._activations import AbstractActivation, SwiGLU
-from ._experts import Experts, check_positive, scaled_normal, weighted_activation
+from ._experts import PRE_ACTIVATION, Experts, check_positive, scaled_normal, weighted_activation
 from ._grouping import Grouping, combine, group_by_expert, row_weights
 from ._matmul._auto import AutoGroupedMatmul
 from ._matmul._base import AbstractGroupedMatmul
@@ -44,10 +45,8 @@ class SharedExperts(eqx.Module):
 
     def __call__(self, x: Float[Array, "tokens d_model"]) -> Float[Array, "tokens d_model"]:
         """The MLP of every token; parameters are cast to the dtype of `x`."""
-        h = jnp.einsum("td,dgf->tgf", x, self.w_gate_up.astype(x.dtype))
-        act = jax.checkpoint(ft.partial(weighted_activation, activation=self.activation))
-        gate = None if self.w_gate is None else jax.nn.sigmoid(router_logits(x, self.w_gate))[:, 0]
-        return act(h, gate) @ self.w_down.astype(x.dtype)
+        policy = jax.checkpoint_policies.save_only_these_names(PRE_ACTIVATION)
+        return jax.checkpoint(_run_shared, policy=policy)(self, x)
 
 
 class MoE(eqx.Module):
@@ -177,6 +176,12 @@ class MoE(eqx.Module):
         policy = jax.checkpoint_policies.save_only_these_names(EXPERT_IDS)
         bias = None if self.selection_bias is None else self.selection_bias.value
         return jax.checkpoint(ft.partial(_route, rule=self.rule), policy=policy)(self.router, x, bias, mask, key)
+
+
+def _run_shared(shared: SharedExperts, x: Float[Array, "tokens d_model"]) -> Float[Array, "tokens d_model"]:
+    h = checkpoint_name(jnp.einsum("td,dgf->tgf", x, shared.w_gate_up.astype(x.dtype)), PRE_ACTIVATION)
+    gate = None if shared.w_gate is None else jax.nn.sigmoid(router_logits(x, shared.w_gate))[:, 0]
+    return weighted_activation(h, gate, shared.activation) @ shared.w_down.astype(x.dtype)
 
 
 def _route(

@@ -303,8 +303,8 @@ def _keep_best_groups(scores: Array, k: int, groups: GroupLimit) -> Array:
 
 
 def _top_k_by_platform(k: int) -> dict[str, Callable[[Array], Array]]:
-    """What to run where, as measured: `lax.top_k` / `k` passes for 16384 tokens and 128 experts took, for k of 1, 2, 4, 8,
-    7.5/4.5, 11/9, 16/19, 28/37 ms on two CPU cores and 0.15/0.07, 0.17/0.08, 0.16/0.11, 0.19/0.15 ms on an H200."""
+    """What to run where, as measured: for 16384 tokens and 128 experts `lax.top_k` / `k` passes took, for k of 1, 2, 4
+    and 8, 7.5/4.5, 11/9, 16/19, 28/37 ms on two CPU cores and 0.15/0.07, 0.17/0.08, 0.16/0.11, 0.19/0.15 on an H200."""
     passes = lambda scores: _top_k_by_passes(scores, k)
     whole = lambda scores: lax.top_k(scores, k)[1].astype(jnp.int32)
     few = {"cpu": 2, "cuda": 8}
