@@ -41,17 +41,17 @@ with _install_import_hook("eqx_moe", "beartype.beartype"):
     from ._router import Router as Router
     from ._router import SelectionBias as SelectionBias
     from ._router import trainable as trainable
-    from ._routing import EXPERT_IDS as EXPERT_IDS
     from ._routing import AbstractRoutingRule as AbstractRoutingRule
-    from ._routing import GroupLimit as GroupLimit
     from ._routing import Routing as Routing
-    from ._routing import SigmoidTopK as SigmoidTopK
-    from ._routing import SoftmaxTopK as SoftmaxTopK
-    from ._routing import SqrtSoftplusTopK as SqrtSoftplusTopK
     from ._routing import jitter as jitter
     from ._routing import mask_routing as mask_routing
     from ._routing import router_logits as router_logits
-    from ._routing import select_experts as select_experts
+    from ._rules import SigmoidTopK as SigmoidTopK
+    from ._rules import SoftmaxTopK as SoftmaxTopK
+    from ._rules import SqrtSoftplusTopK as SqrtSoftplusTopK
+    from ._select import EXPERT_IDS as EXPERT_IDS
+    from ._select import GroupLimit as GroupLimit
+    from ._select import select_experts as select_experts
     from ._stats import MoEStats as MoEStats
     from ._stats import dead_experts as dead_experts
     from ._stats import expert_load as expert_load

@@ -1,7 +1,6 @@
 """The experts: two grouped matmuls with a weighted activation between them."""
 
 import functools as ft
-import math
 
 import equinox as eqx
 import jax
@@ -12,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from ._activations import AbstractActivation, SwiGLU
 from ._dtypes import accumulator
 from ._grouping import Grouping
+from ._init import check_positive, scaled_normal
 from ._matmul._auto import AutoGroupedMatmul
 from ._matmul._base import AbstractGroupedMatmul
 from ._matmul._functions import gathered_matmul, grouped_matmul
@@ -145,18 +145,6 @@ class Experts(eqx.Module):
         # Rematerialised around the casts, so that casted copies of the weights do not live until the backward pass.
         policy = jax.checkpoint_policies.save_only_these_names(PRE_ACTIVATION)
         return jax.checkpoint(_cast_and_run, policy=policy)(self, x, grouping, weights)
-
-
-def scaled_normal(key: Array, shape: tuple[int, ...], fan_in: int, dtype: jnp.dtype | type) -> Array:
-    """Normal numbers of variance `1 / fan_in`."""
-    return jax.random.normal(key, shape, dtype) * jnp.asarray(1 / math.sqrt(fan_in), dtype)
-
-
-def check_positive(**sizes: int) -> None:
-    """Raises `ValueError` naming the first size that is not positive."""
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name}={size} must be at least 1")
 
 
 def weighted_activation(

@@ -10,12 +10,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32
 
 from ._activations import AbstractActivation, SwiGLU
-from ._experts import PRE_ACTIVATION, Experts, check_positive, scaled_normal, weighted_activation
+from ._experts import PRE_ACTIVATION, Experts, weighted_activation
 from ._grouping import Grouping, combine, group_by_expert, row_weights
+from ._init import check_positive, scaled_normal
 from ._matmul._auto import AutoGroupedMatmul
 from ._matmul._base import AbstractGroupedMatmul
 from ._router import Router, SelectionBias
-from ._routing import EXPERT_IDS, AbstractRoutingRule, Routing, mask_routing, router_logits
+from ._routing import AbstractRoutingRule, Routing, mask_routing, router_logits
+from ._select import EXPERT_IDS
 from ._stats import MoEStats, routing_stats
 
 

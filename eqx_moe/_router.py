@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from ._experts import check_positive, scaled_normal
+from ._init import check_positive, scaled_normal
 from ._routing import jitter, router_logits
 
 
