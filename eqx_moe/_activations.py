@@ -33,8 +33,9 @@ class SwiGLU(AbstractActivation):
 
     gates: ClassVar[int] = 2
 
-    def __call__(self, h: Float[Array, "*rows 2 d_ff"]) -> Float[Array, "*rows d_ff"]:
-        return jax.nn.silu(h[..., 0, :]) * h[..., 1, :]
+    def __call__(self, h: Float[Array, "*rows gates d_ff"]) -> Float[Array, "*rows d_ff"]:
+        gate, up = _split(self, h)
+        return jax.nn.silu(gate) * up
 
 
 class GeGLU(AbstractActivation):
@@ -48,8 +49,9 @@ class GeGLU(AbstractActivation):
     gates: ClassVar[int] = 2
     approximate: bool = eqx.field(static=True, default=False)
 
-    def __call__(self, h: Float[Array, "*rows 2 d_ff"]) -> Float[Array, "*rows d_ff"]:
-        return jax.nn.gelu(h[..., 0, :], approximate=self.approximate) * h[..., 1, :]
+    def __call__(self, h: Float[Array, "*rows gates d_ff"]) -> Float[Array, "*rows d_ff"]:
+        gate, up = _split(self, h)
+        return jax.nn.gelu(gate, approximate=self.approximate) * up
 
 
 class ReGLU(AbstractActivation):
@@ -57,8 +59,9 @@ class ReGLU(AbstractActivation):
 
     gates: ClassVar[int] = 2
 
-    def __call__(self, h: Float[Array, "*rows 2 d_ff"]) -> Float[Array, "*rows d_ff"]:
-        return jax.nn.relu(h[..., 0, :]) * h[..., 1, :]
+    def __call__(self, h: Float[Array, "*rows gates d_ff"]) -> Float[Array, "*rows d_ff"]:
+        gate, up = _split(self, h)
+        return jax.nn.relu(gate) * up
 
 
 class ClampedSwiGLU(AbstractActivation):
@@ -73,17 +76,17 @@ class ClampedSwiGLU(AbstractActivation):
     """
 
     gates: ClassVar[int] = 2
-    limit: float = eqx.field(static=True, default=7.0)
-    alpha: float = eqx.field(static=True, default=1.702)
-    offset: float = eqx.field(static=True, default=1.0)
+    limit: float | int = eqx.field(static=True, default=7.0)
+    alpha: float | int = eqx.field(static=True, default=1.702)
+    offset: float | int = eqx.field(static=True, default=1.0)
 
     def __check_init__(self):
         if self.limit <= 0:
             raise ValueError(f"limit={self.limit} must be positive")
 
-    def __call__(self, h: Float[Array, "*rows 2 d_ff"]) -> Float[Array, "*rows d_ff"]:
-        gate = jnp.minimum(h[..., 0, :], self.limit)
-        up = jnp.clip(h[..., 1, :], -self.limit, self.limit)
+    def __call__(self, h: Float[Array, "*rows gates d_ff"]) -> Float[Array, "*rows d_ff"]:
+        gate, up = _split(self, h)
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         return gate * jax.nn.sigmoid(self.alpha * gate) * (up + self.offset)
 
 
@@ -98,8 +101,9 @@ class GELU(AbstractActivation):
     gates: ClassVar[int] = 1
     approximate: bool = eqx.field(static=True, default=False)
 
-    def __call__(self, h: Float[Array, "*rows 1 d_ff"]) -> Float[Array, "*rows d_ff"]:
-        return jax.nn.gelu(h[..., 0, :], approximate=self.approximate)
+    def __call__(self, h: Float[Array, "*rows gates d_ff"]) -> Float[Array, "*rows d_ff"]:
+        (up,) = _split(self, h)
+        return jax.nn.gelu(up, approximate=self.approximate)
 
 
 class SquaredReLU(AbstractActivation):
@@ -107,5 +111,18 @@ class SquaredReLU(AbstractActivation):
 
     gates: ClassVar[int] = 1
 
-    def __call__(self, h: Float[Array, "*rows 1 d_ff"]) -> Float[Array, "*rows d_ff"]:
-        return jnp.square(jax.nn.relu(h[..., 0, :]))
+    def __call__(self, h: Float[Array, "*rows gates d_ff"]) -> Float[Array, "*rows d_ff"]:
+        (up,) = _split(self, h)
+        return jnp.square(jax.nn.relu(up))
+
+
+def check_gates(activation: AbstractActivation, gates: int) -> None:
+    """Raises `ValueError` unless `gates` is what the activation needs."""
+    if gates != activation.gates:
+        raise ValueError(f"gates: {activation} needs {activation.gates}, got {gates}")
+
+
+def _split(activation: AbstractActivation, h: Float[Array, "*rows gates d_ff"]) -> list[Array]:
+    """The slices of `h` along its `gates` axis."""
+    check_gates(activation, h.shape[-2])
+    return [h[..., i, :] for i in range(h.shape[-2])]

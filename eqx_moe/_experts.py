@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from ._activations import AbstractActivation, SwiGLU
+from ._activations import AbstractActivation, SwiGLU, check_gates
 from ._dtypes import accumulator
 from ._grouping import Grouping
 from ._init import check_positive, scaled_normal
@@ -53,7 +53,7 @@ def grouped_mlp(
 
     **Raises:** `ValueError` if the dtypes of `rows` and of the matrices differ, or `gates` does not fit the activation.
     """
-    _check_gates(w_gate_up, activation)
+    check_gates(activation, w_gate_up.shape[2])
     up = grouped_matmul(rows, w_gate_up.reshape(*w_gate_up.shape[:2], -1), sizes, matmul=matmul)
     return _from_pre_activation(up, sizes, w_gate_up, w_down, weights, b_gate_up, b_down, activation, matmul)
 
@@ -83,7 +83,7 @@ def gathered_mlp(
 
     **Raises:** `ValueError` if the dtypes of `x` and of the matrices differ, or `gates` does not fit the activation.
     """
-    _check_gates(w_gate_up, activation)
+    check_gates(activation, w_gate_up.shape[2])
     up = gathered_matmul(x, w_gate_up.reshape(*w_gate_up.shape[:2], -1), grouping, matmul=matmul)
     sizes = grouping.sizes
     return _from_pre_activation(up, sizes, w_gate_up, w_down, weights, b_gate_up, b_down, activation, matmul)
@@ -210,10 +210,3 @@ def _row_bias(
     """`share` times the bias of the row's expert: a grouped matmul of inner width 1, so that its gradient is the same
     deterministic sum per group, and rows of no group get none."""
     return grouped_matmul(share[:, None], bias.astype(share.dtype)[:, None, :], sizes, matmul=matmul)
-
-
-def _check_gates(w_gate_up: Float[Array, "experts d_model gates d_ff"], activation: AbstractActivation) -> None:
-    if w_gate_up.shape[2] != activation.gates:
-        raise ValueError(
-            f"gates: {activation} needs {activation.gates}, but w_gate_up has {w_gate_up.shape[2]} (its axis 2)"
-        )

@@ -4,7 +4,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from ._permute import combine_rows, dispatch_rows
+from ._permute import check_indexable, combine_rows, dispatch_rows
 from ._routing import Routing
 
 
@@ -34,11 +34,7 @@ def group_by_expert(routing: Routing) -> Grouping:
     **Raises:** `ValueError` if `tokens * k` does not fit into 31 bits.
     """
     rows = routing.experts.size
-    if rows >= 2**31:
-        raise ValueError(
-            f"tokens * k = {rows} assignments do not fit into 32-bit indices (at most {2**31 - 1}): "
-            "route fewer tokens at a time"
-        )
+    check_indexable(rows, "tokens * k")
     experts = routing.experts.reshape(-1)
     index = jnp.arange(rows, dtype=jnp.int32)
     order, sizes = _sort(experts, index, routing.num_experts)
@@ -88,6 +84,8 @@ def row_weights(routing: Routing, grouping: Grouping) -> Float32[Array, " rows"]
     **Returns:** float32, `[rows]`.
     """
     _check_assignments(routing.weights, grouping.position)
+    if routing.num_experts != grouping.sizes.shape[0]:
+        raise ValueError(f"experts: the routing has {routing.num_experts}, the grouping {grouping.sizes.shape[0]}")
     return dispatch_rows(routing.weights.reshape(-1, 1), grouping.order, grouping.position.reshape(-1, 1))[:, 0]
 
 

@@ -11,13 +11,14 @@ def load_balance_loss(stats: MoEStats, *, axis_name: str | tuple[str, ...] | Non
     r"""The load-balance loss of Switch Transformers ([arXiv:2101.03961](https://arxiv.org/abs/2101.03961), eq. 4).
 
     $E \sum_e f_e P_e$, with $f_e$ the share of all assignments that expert $e$ got and $P_e$ its mean probability over
-    tokens. It is exactly 1 for uniform routing, for any `k`, and at most `experts`. Multiply by a small number (0.01).
+    tokens. It is 1 for uniform routing, for any `k`, and at most `experts`. Multiply by a small number (0.01).
 
     **Arguments:**
 
     - `stats`: an [`eqx_moe.MoEStats`][]; leading axes are summed over first, so that the loss is that of all their
       tokens together.
-    - `axis_name`: mesh axes inside `jax.shard_map` over which to sum too; only the sums travel.
+    - `axis_name`: mesh axes inside `jax.shard_map` over which to sum too; only the sums travel. (To differentiate
+      inside, leave `check_vma=True`: without it JAX multiplies the gradient of any `psum` by the number of devices.)
 
     **Returns:** a float32 scalar; 0 without tokens.
     """
@@ -30,12 +31,13 @@ def sequence_balance_loss(stats: MoEStats, *, axis_name: str | tuple[str, ...] |
     eq. 17).
 
     It needs statistics per sequence, as `y, stats = jax.vmap(moe)(x)` gives them for `x` of shape
-    `[sequences, length, d_model]`. Uniform routing within every sequence gives exactly 1.
+    `[sequences, length, d_model]`. Uniform routing within every sequence gives 1.
 
     **Arguments:**
 
     - `stats`: an [`eqx_moe.MoEStats`][] with at least one leading axis, each entry a sequence.
-    - `axis_name`: mesh axes inside `jax.shard_map` over which other sequences lie.
+    - `axis_name`: mesh axes inside `jax.shard_map` over which other sequences lie, as in
+      [`eqx_moe.load_balance_loss`][].
 
     **Returns:** a float32 scalar; sequences without tokens do not count, and without any it is 0.
 
@@ -56,13 +58,13 @@ def sequence_balance_loss(stats: MoEStats, *, axis_name: str | tuple[str, ...] |
 def router_z_loss(stats: MoEStats, *, axis_name: str | tuple[str, ...] | None = None) -> Float32[Array, ""]:
     r"""The router z-loss of ST-MoE ([arXiv:2202.08906](https://arxiv.org/abs/2202.08906), eq. 5).
 
-    The mean over tokens of the squared log-sum-exp of their logits; it keeps logits small. All-zero logits give exactly
+    The mean over tokens of the squared log-sum-exp of their logits; it keeps logits small. All-zero logits give
     $\log^2 E$. Multiply by a small number (0.001).
 
     **Arguments:**
 
     - `stats`: an [`eqx_moe.MoEStats`][]; leading axes are summed over first.
-    - `axis_name`: mesh axes inside `jax.shard_map` over which to sum too.
+    - `axis_name`: mesh axes inside `jax.shard_map` over which to sum too, as in [`eqx_moe.load_balance_loss`][].
 
     **Returns:** a float32 scalar; 0 without tokens.
     """
@@ -71,7 +73,7 @@ def router_z_loss(stats: MoEStats, *, axis_name: str | tuple[str, ...] | None = 
 
 
 def sign_bias_update(
-    bias: Float[Array, " experts"], load: Int[Array, " experts"], *, rate: float
+    bias: Float[Array, " experts"], load: Int[Array, " experts"], *, rate: float | int
 ) -> Float[Array, " experts"]:
     """One step of aux-loss-free balancing ([arXiv:2408.15664](https://arxiv.org/abs/2408.15664)): the selection bias of
     every expert below the mean load rises by `rate`, that of every expert above it falls.
@@ -91,7 +93,7 @@ def sign_bias_update(
 
 
 def proportional_bias_update(
-    bias: Float[Array, " experts"], load: Int[Array, " experts"], *, rate: float
+    bias: Float[Array, " experts"], load: Int[Array, " experts"], *, rate: float | int
 ) -> Float[Array, " experts"]:
     """Like [`eqx_moe.sign_bias_update`][], by `rate` times the shortfall as a share of the mean load.
 
@@ -115,6 +117,10 @@ def _balance(stats: MoEStats) -> Float32[Array, "*batch"]:
 
 def _shortfall(load: Int[Array, " experts"]) -> Float32[Array, " experts"]:
     """How far every expert is below the mean load, as a share of the mean; exactly 0 where it is at the mean."""
-    total = load.sum().astype(jnp.float32)
-    # Compared in integers where rounding could turn "at the mean" into "below": experts * load against the total.
-    return (total - load.astype(jnp.float32) * load.shape[0]) / jnp.maximum(total, 1)
+    experts = load.shape[0]
+    # The mean as a whole number and a rest, in integers: its sign is right for any load, and no sum overflows.
+    rests = (load % experts).sum(dtype=load.dtype)
+    whole = (load // experts).sum(dtype=load.dtype) + rests // experts
+    rest = (rests % experts).astype(jnp.float32) / experts
+    mean = whole.astype(jnp.float32) + rest
+    return ((whole - load).astype(jnp.float32) + rest) / jnp.where(mean > 0, mean, 1)

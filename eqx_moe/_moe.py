@@ -48,7 +48,8 @@ class SharedExperts(eqx.Module):
     def __call__(self, x: Float[Array, "tokens d_model"]) -> Float[Array, "tokens d_model"]:
         """The MLP of every token; parameters are cast to the dtype of `x`."""
         policy = jax.checkpoint_policies.save_only_these_names(PRE_ACTIVATION)
-        return jax.checkpoint(_run_shared, policy=policy)(self, x)
+        run = jax.checkpoint(ft.partial(_shared_mlp, activation=self.activation), policy=policy)
+        return run(x, self.w_gate_up, self.w_down, self.w_gate)
 
 
 class MoE(eqx.Module):
@@ -85,8 +86,8 @@ class MoE(eqx.Module):
         d_shared: int | None = None,
         shared_gate: bool = False,
         d_latent: int | None = None,
-        jitter: float = 0.0,
-        soft_cap: float | None = None,
+        jitter: float | int = 0.0,
+        soft_cap: float | int | None = None,
         dtype: jnp.dtype | type = jnp.float32,
         key: Array,
     ):
@@ -180,10 +181,17 @@ class MoE(eqx.Module):
         return jax.checkpoint(ft.partial(_route, rule=self.rule), policy=policy)(self.router, x, bias, mask, key)
 
 
-def _run_shared(shared: SharedExperts, x: Float[Array, "tokens d_model"]) -> Float[Array, "tokens d_model"]:
-    h = checkpoint_name(jnp.einsum("td,dgf->tgf", x, shared.w_gate_up.astype(x.dtype)), PRE_ACTIVATION)
-    gate = None if shared.w_gate is None else jax.nn.sigmoid(router_logits(x, shared.w_gate))[:, 0]
-    return weighted_activation(h, gate, shared.activation) @ shared.w_down.astype(x.dtype)
+def _shared_mlp(
+    x: Float[Array, "tokens d_model"],
+    w_gate_up: Float[Array, "d_model gates d_shared"],
+    w_down: Float[Array, "d_shared d_model"],
+    w_gate: Float[Array, "d_model 1"] | None,
+    *,
+    activation: AbstractActivation,
+) -> Float[Array, "tokens d_model"]:
+    h = checkpoint_name(jnp.einsum("td,dgf->tgf", x, w_gate_up.astype(x.dtype)), PRE_ACTIVATION)
+    gate = None if w_gate is None else jax.nn.sigmoid(router_logits(x, w_gate))[:, 0]
+    return weighted_activation(h, gate, activation) @ w_down.astype(x.dtype)
 
 
 def _route(

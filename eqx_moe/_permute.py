@@ -34,6 +34,14 @@ def invert(position: Int[Array, " n"], size: int) -> Int[Array, "{size}"]:
     return none.at[place].set(index, mode="drop", unique_indices=True, wrap_negative_indices=False)
 
 
+def check_indexable(count: int, what: str) -> None:
+    """Raises `ValueError` if `count` things cannot be numbered by int32."""
+    if count >= 2**31:
+        raise ValueError(
+            f"{what}, {count}, does not fit into 32-bit indices (at most {2**31 - 1}): pass fewer at a time"
+        )
+
+
 def token_index(order: Int[Array, " rows"], position: Int[Array, "tokens k"]) -> Int[Array, " rows"]:
     """The token each row was made from; `tokens`, which is out of range, for rows that belong to none."""
     return order // max(position.shape[1], 1)
@@ -85,6 +93,7 @@ def fold_order(order: Int[Array, "n rows"], position: Int[Array, "n tokens k"]) 
     """Joins `n` permutations into one over all their tokens and rows, example after example."""
     n, rows = order.shape
     assignments = position.shape[1] * position.shape[2]
+    check_indexable(n * max(rows, assignments), "rows of the batch")
     example = jnp.arange(n, dtype=order.dtype)
     joined = jnp.where(order >= assignments, n * assignments, order + (example * assignments)[:, None])
     places = jnp.where(position >= rows, n * rows, position + (example * rows)[:, None, None])

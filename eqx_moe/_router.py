@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from ._init import check_positive, scaled_normal
-from ._routing import jitter, router_logits
+from ._routing import check_jitter, check_soft_cap, jitter, router_logits
 
 
 class Router(eqx.Module):
@@ -18,8 +18,8 @@ class Router(eqx.Module):
 
     weight: Float[Array, "d_model experts"]
     bias: Float[Array, " experts"] | None
-    jitter: float = eqx.field(static=True)
-    soft_cap: float | None = eqx.field(static=True)
+    jitter: float | int = eqx.field(static=True)
+    soft_cap: float | int | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -27,8 +27,8 @@ class Router(eqx.Module):
         num_experts: int,
         *,
         use_bias: bool = False,
-        jitter: float = 0.0,
-        soft_cap: float | None = None,
+        jitter: float | int = 0.0,
+        soft_cap: float | int | None = None,
         dtype: jnp.dtype | type = jnp.float32,
         key: Array,
     ):
@@ -42,10 +42,8 @@ class Router(eqx.Module):
         - `key`: for the initialisation, normal with variance `1 / d_model`.
         """
         check_positive(d_model=d_model, num_experts=num_experts)
-        if not 0 <= jitter < 1:
-            raise ValueError(f"jitter={jitter} must lie in [0, 1)")
-        if soft_cap is not None and soft_cap <= 0:
-            raise ValueError(f"soft_cap={soft_cap} must be positive")
+        check_jitter(jitter)
+        check_soft_cap(soft_cap)
         self.weight = scaled_normal(key, (d_model, num_experts), d_model, dtype)
         self.bias = jnp.zeros(num_experts, dtype) if use_bias else None
         self.jitter = jitter
@@ -56,7 +54,7 @@ class Router(eqx.Module):
     ) -> Float32[Array, "tokens experts"]:
         """Logits in float32. `key`: turns the jitter on."""
         if key is not None and self.jitter > 0:
-            x = jitter(x, self.jitter, key=key)
+            x = jitter(x.astype(jnp.float32), self.jitter, key=key)
         return router_logits(x, self.weight, self.bias, soft_cap=self.soft_cap)
 
 

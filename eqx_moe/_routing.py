@@ -68,7 +68,7 @@ def router_logits(
     weight: Float[Array, "d_model experts"],
     bias: Float[Array, " experts"] | None = None,
     *,
-    soft_cap: float | None = None,
+    soft_cap: float | int | None = None,
 ) -> Float32[Array, "tokens experts"]:
     """`x @ weight + bias`, in float32 whatever the dtypes.
 
@@ -81,7 +81,10 @@ def router_logits(
       ([arXiv:2408.00118](https://arxiv.org/abs/2408.00118)).
 
     **Returns:** float32, `[tokens, experts]`.
+
+    **Raises:** `ValueError` if `soft_cap` is not positive.
     """
+    check_soft_cap(soft_cap)
     wide = jnp.float32
     logits = jnp.matmul(x.astype(wide), weight.astype(wide), precision=lax.Precision.HIGHEST)
     if bias is not None:
@@ -89,10 +92,24 @@ def router_logits(
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
-def jitter(x: Float[Array, "*batch d_model"], amount: float, *, key: Array) -> Float[Array, "*batch d_model"]:
+def jitter(x: Float[Array, "*batch d_model"], amount: float | int, *, key: Array) -> Float[Array, "*batch d_model"]:
     """Multiplies `x` by independent uniform noise in `[1 - amount, 1 + amount]`, as Switch Transformers does to the
-    router's input while training ([arXiv:2101.03961](https://arxiv.org/abs/2101.03961))."""
+    router's input while training ([arXiv:2101.03961](https://arxiv.org/abs/2101.03961)). Pass float32: in bfloat16 the
+    noise is rounded to steps of 0.004."""
+    check_jitter(amount)
     return x * jax.random.uniform(key, x.shape, x.dtype, 1 - amount, 1 + amount)
+
+
+def check_soft_cap(soft_cap: float | int | None) -> None:
+    """Raises `ValueError` unless `soft_cap` is positive or `None`."""
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap={soft_cap} must be positive")
+
+
+def check_jitter(amount: float | int) -> None:
+    """Raises `ValueError` unless `amount` keeps the sign of what it multiplies."""
+    if not 0 <= amount < 1:
+        raise ValueError(f"jitter={amount} must lie in [0, 1)")
 
 
 def _mask(

@@ -1,5 +1,7 @@
 """The routing rules in use."""
 
+from collections.abc import Callable
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -18,8 +20,8 @@ class SoftmaxTopK(AbstractRoutingRule):
     - `renormalize`: whether the `k` weights of a token are divided by their sum. With `False` they are the
       probabilities among all experts.
     - `select_on_logits`: whether the selection bias and the groups see the logits instead of the probabilities, and the
-      softmax is taken over the chosen logits only (as in Mixtral and gpt-oss). Without bias and groups this is the same
-      as `renormalize=True`, which it requires.
+      softmax is taken over the chosen logits only (as in Mixtral and gpt-oss). It requires `renormalize=True`, and
+      without bias and groups it makes no difference.
     - `scale`: multiplies every weight.
     - `groups`: an [`eqx_moe.GroupLimit`][], or `None` for none.
     """
@@ -27,7 +29,7 @@ class SoftmaxTopK(AbstractRoutingRule):
     k: int = eqx.field(static=True)
     renormalize: bool = eqx.field(static=True, default=True, kw_only=True)
     select_on_logits: bool = eqx.field(static=True, default=False, kw_only=True)
-    scale: float = eqx.field(static=True, default=1.0, kw_only=True)
+    scale: float | int = eqx.field(static=True, default=1.0, kw_only=True)
     groups: GroupLimit | None = eqx.field(default=None, kw_only=True)
 
     def __check_init__(self):
@@ -41,7 +43,9 @@ class SoftmaxTopK(AbstractRoutingRule):
     def __call__(
         self, logits: Float32[Array, "tokens experts"], *, bias: Float32[Array, " experts"] | None = None
     ) -> Routing:
-        scores = logits if self.select_on_logits else self.probabilities(logits)
+        # The softmax keeps the order, except where it underflows: only bias and groups need its values.
+        on_logits = self.select_on_logits or (bias is None and self.groups is None)
+        scores = logits if on_logits else self.probabilities(logits)
         experts = select_experts(scores, self.k, bias=bias, groups=self.groups)
         if self.renormalize:  # the same quotient as dividing the probabilities by their sum, without underflow
             weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=-1), axis=-1)
@@ -63,7 +67,7 @@ class SigmoidTopK(AbstractRoutingRule):
 
     k: int = eqx.field(static=True)
     renormalize: bool = eqx.field(static=True, default=True, kw_only=True)
-    scale: float = eqx.field(static=True, default=1.0, kw_only=True)
+    scale: float | int = eqx.field(static=True, default=1.0, kw_only=True)
     groups: GroupLimit | None = eqx.field(default=None, kw_only=True)
 
     def __check_init__(self):
@@ -72,10 +76,10 @@ class SigmoidTopK(AbstractRoutingRule):
     def __call__(
         self, logits: Float32[Array, "tokens experts"], *, bias: Float32[Array, " experts"] | None = None
     ) -> Routing:
-        return _route_by_score(self, jax.nn.sigmoid(logits), bias)
+        return _route_by_score(self, logits, bias, jax.nn.sigmoid, jax.nn.log_sigmoid)
 
     def probabilities(self, logits: Float32[Array, "tokens experts"]) -> Float32[Array, "tokens experts"]:
-        return _divide_by_sum(jax.nn.sigmoid(logits))
+        return jax.nn.softmax(jax.nn.log_sigmoid(logits), axis=-1)
 
 
 class SqrtSoftplusTopK(AbstractRoutingRule):
@@ -91,7 +95,7 @@ class SqrtSoftplusTopK(AbstractRoutingRule):
 
     k: int = eqx.field(static=True)
     renormalize: bool = eqx.field(static=True, default=True, kw_only=True)
-    scale: float = eqx.field(static=True, default=1.0, kw_only=True)
+    scale: float | int = eqx.field(static=True, default=1.0, kw_only=True)
     groups: GroupLimit | None = eqx.field(default=None, kw_only=True)
 
     def __check_init__(self):
@@ -100,10 +104,10 @@ class SqrtSoftplusTopK(AbstractRoutingRule):
     def __call__(
         self, logits: Float32[Array, "tokens experts"], *, bias: Float32[Array, " experts"] | None = None
     ) -> Routing:
-        return _route_by_score(self, _sqrt_softplus(logits), bias)
+        return _route_by_score(self, logits, bias, _sqrt_softplus, _log_sqrt_softplus)
 
     def probabilities(self, logits: Float32[Array, "tokens experts"]) -> Float32[Array, "tokens experts"]:
-        return _divide_by_sum(_sqrt_softplus(logits))
+        return jax.nn.softmax(_log_sqrt_softplus(logits), axis=-1)
 
 
 def _check_k(k: int) -> None:
@@ -111,20 +115,26 @@ def _check_k(k: int) -> None:
         raise ValueError(f"k={k} must be at least 1")
 
 
-def _route_by_score(rule: SigmoidTopK | SqrtSoftplusTopK, scores: Array, bias: Array | None) -> Routing:
+def _route_by_score(
+    rule: SigmoidTopK | SqrtSoftplusTopK,
+    logits: Float32[Array, "tokens experts"],
+    bias: Float32[Array, " experts"] | None,
+    score: Callable[[Array], Array],
+    log_score: Callable[[Array], Array],
+) -> Routing:
     """Weights are the chosen scores themselves, whatever bias chose them."""
-    experts = select_experts(scores, rule.k, bias=bias, groups=rule.groups)
-    weights = jnp.take_along_axis(scores, experts, axis=-1)
-    weights = _divide_by_sum(weights) if rule.renormalize else weights
-    return Routing(experts, weights * rule.scale, scores.shape[-1])
+    experts = select_experts(score(logits), rule.k, bias=bias, groups=rule.groups)
+    chosen = jnp.take_along_axis(logits, experts, axis=-1)
+    # The softmax of logarithms is the division by the sum, without its underflow at very negative logits.
+    weights = jax.nn.softmax(log_score(chosen), axis=-1) if rule.renormalize else score(chosen)
+    return Routing(experts, weights * rule.scale, logits.shape[-1])
 
 
-def _divide_by_sum(scores: Float32[Array, "tokens n"]) -> Float32[Array, "tokens n"]:
-    """Every row divided by its sum; all-zero rows, which very negative logits give, stay zero and without gradient."""
-    return scores / jnp.maximum(scores.sum(axis=-1, keepdims=True), 1e-20)
+def _sqrt_softplus(logits: Float32[Array, "tokens n"]) -> Float32[Array, "tokens n"]:
+    return jnp.exp(_log_sqrt_softplus(logits))
 
 
-def _sqrt_softplus(logits: Float32[Array, "tokens experts"]) -> Float32[Array, "tokens experts"]:
-    """`sqrt(softplus(logits))` without the infinite slope that the square root has at an underflowing softplus."""
-    tiny = jnp.finfo(logits.dtype).tiny
-    return jnp.sqrt(jnp.maximum(jax.nn.softplus(logits), tiny))
+def _log_sqrt_softplus(logits: Float32[Array, "tokens n"]) -> Float32[Array, "tokens n"]:
+    """Half the logarithm of softplus, which is half the logit where softplus is an exponential to float32 precision."""
+    small = logits < -20
+    return jnp.where(small, logits / 2, jnp.log(jax.nn.softplus(jnp.where(small, 0.0, logits))) / 2)

@@ -68,6 +68,7 @@ def select_experts(
     # Finite, so that the minus infinities below stand for "not to be chosen" alone.
     limit = jnp.finfo(scores.dtype).max
     scores = jnp.clip(jnp.where(jnp.isnan(scores), -limit, scores), -limit, limit)
+    scores = jnp.where(scores == 0, 0.0, scores)  # `lax.top_k` puts -0.0 below 0.0: no tie
     if groups is not None:
         scores = _keep_best_groups(scores, k, groups)
     return checkpoint_name(lax.platform_dependent(scores, **_top_k_by_platform(k)), EXPERT_IDS)

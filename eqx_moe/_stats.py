@@ -50,7 +50,8 @@ def routing_stats(
     - `logits`: `[tokens, experts]`, of the router.
     - `probabilities`: `[tokens, experts]`, as [`eqx_moe.AbstractRoutingRule`][]`.probabilities` gives them.
     - `load`: `[experts]`; a [`eqx_moe.Grouping`][] has it as `sizes`, and [`eqx_moe.expert_load`][] counts it.
-    - `mask`: bool, `[tokens]`; false for tokens that count nowhere, whatever their logits are.
+    - `mask`: bool, `[tokens]`; false for tokens that count nowhere, whatever their logits are. (Where these may be NaN,
+      zero the masked tokens before the router, as [`eqx_moe.MoE`][] does, to keep NaN out of gradients too.)
 
     **Returns:** an [`eqx_moe.MoEStats`][].
     """
@@ -97,8 +98,9 @@ def max_violation(load: Int[Array, "*batch experts"]) -> Float32[Array, "*batch"
     """How far the most loaded expert is above the mean, as a share of the mean: MaxVio of
     [arXiv:2408.15664](https://arxiv.org/abs/2408.15664). 0 is perfect balance, `experts - 1` is all on one; 0
     without any load."""
-    share = _shares(load)
-    return jnp.where(share.sum(-1) > 0, share.max(-1) * load.shape[-1] - 1, 0)
+    load = load.astype(jnp.float32)
+    total = load.sum(-1)
+    return (load.max(-1) * load.shape[-1] - total) / jnp.maximum(total, 1)
 
 
 def load_entropy(load: Int[Array, "*batch experts"]) -> Float32[Array, "*batch"]:
@@ -108,7 +110,7 @@ def load_entropy(load: Int[Array, "*batch experts"]) -> Float32[Array, "*batch"]
     experts = load.shape[-1]
     if experts == 1:
         return share[..., 0]
-    return jax.scipy.special.entr(share).sum(-1) / np.float32(np.log(experts))
+    return jnp.minimum(jax.scipy.special.entr(share).sum(-1) / np.float32(np.log(experts)), 1)
 
 
 def dead_experts(load: Int[Array, "*batch experts"]) -> Int32[Array, "*batch"]:

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import eqx_moe
 
@@ -73,6 +74,16 @@ def make_moe(d_model=8, d_ff=6, num_experts=5, *, k=2, rule=None, seed=0, **opti
     return jax.tree.unflatten(structure, values)
 
 
+def equations(jaxpr):
+    """All equations of a jaxpr, those of its inner jaxprs (of `jit`, `checkpoint`, `scan`, ...) too."""
+    jaxpr = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr)):
+            if isinstance(inner, Jaxpr | ClosedJaxpr):
+                yield from equations(inner)
+
+
 def relative_error(actual, expected) -> float:
     """The norm of the difference over the norm of `expected`; the plain norm where `expected` is all zero."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
@@ -115,7 +126,9 @@ def oracle_moe(moe: eqx_moe.MoE, x, mask=None):
     routing = moe.rule(moe.router(x), bias=bias)
     weights = routing.weights if mask is None else jnp.where(mask[:, None], routing.weights, 0)
     dense = (
-        jnp.zeros((x.shape[0], routing.num_experts)).at[jnp.arange(x.shape[0])[:, None], routing.experts].add(weights)
+        jnp.zeros((x.shape[0], routing.num_experts), weights.dtype)
+        .at[jnp.arange(x.shape[0])[:, None], routing.experts]
+        .add(weights)
     )
     inner = x if moe.latent is None else x @ moe.latent.down
     experts = moe.experts

@@ -14,7 +14,16 @@ from jax.interpreters import ad, batching, mlir
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
-from .._permute import batch_first, combine_rows, dispatch_rows, fold_order, invert, take_filled, token_index
+from .._permute import (
+    batch_first,
+    check_indexable,
+    combine_rows,
+    dispatch_rows,
+    fold_order,
+    invert,
+    take_filled,
+    token_index,
+)
 from .._vma import match_varying
 from ._base import AbstractGroupedMatmul, Problem, Product, group_of_row
 
@@ -146,6 +155,7 @@ def _fold_groups(sizes: Int[Array, "n experts"], rows: int, *, by_expert: bool) 
     Counting is enough: a row's new place is where its group starts plus its place within the group.
     """
     n, experts = sizes.shape
+    check_indexable(n * rows, "rows of the batch")
     flat = sizes.T.reshape(-1) if by_expert else sizes.reshape(-1)
     starts = jnp.cumsum(flat, dtype=flat.dtype) - flat
     starts = starts.reshape(experts, n).T if by_expert else starts.reshape(n, experts)
