@@ -37,9 +37,7 @@ def invert(position: Int[Array, " n"], size: int) -> Int[Array, "{size}"]:
 def check_indexable(count: int, what: str) -> None:
     """Raises `ValueError` if `count` things cannot be numbered by int32."""
     if count >= 2**31:
-        raise ValueError(
-            f"{what}, {count}, does not fit into 32-bit indices (at most {2**31 - 1}): pass fewer at a time"
-        )
+        raise ValueError(f"{what} = {count} does not fit into 32-bit indices (at most {2**31 - 1}): pass fewer at once")
 
 
 def token_index(order: Int[Array, " rows"], position: Int[Array, "tokens k"]) -> Int[Array, " rows"]:
