@@ -1,4 +1,8 @@
-"""Side-by-side timing: every contestant in turn, many times over, so that a disturbance meets them all."""
+"""Side-by-side timing: every contestant in turn, many times over, so that a disturbance meets them all.
+
+Each timed run follows an untimed one of the same contestant, so that none pays for the memory that the one before it
+gave back to the operating system, nor finds its own inputs pushed out of the caches.
+"""
 
 import os
 import platform
@@ -14,13 +18,13 @@ def side_by_side(contestants: Mapping[str, tuple[Callable, tuple]], *, repeats: 
     """The median milliseconds of each compiled function on its arguments."""
     compiled = {name: jax.jit(function).lower(*args).compile() for name, (function, args) in contestants.items()}
     times: dict[str, list[float]] = {name: [] for name in compiled}
-    for round in range(repeats + 2):
+    for _ in range(repeats):
         for name, run in compiled.items():
             args = contestants[name][1]
+            jax.block_until_ready(run(*args))
             start = time.perf_counter()
             jax.block_until_ready(run(*args))
-            if round >= 2:  # the first two rounds warm caches and thread pools
-                times[name].append(1e3 * (time.perf_counter() - start))
+            times[name].append(1e3 * (time.perf_counter() - start))
     return {name: statistics.median(values) for name, values in times.items()}
 
 

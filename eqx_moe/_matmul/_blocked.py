@@ -25,7 +25,7 @@ class BlockedDot(AbstractGroupedMatmul):
     """
 
     blocks: tuple[int, ...] = eqx.field(
-        static=True, default=(16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+        static=True, default=(16, 32, 64, 96, 112, 128, 144, 160, 192, 224, 256, 288, 320, 384, 512)
     )
 
     def __check_init__(self):

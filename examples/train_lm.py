@@ -1,0 +1,229 @@
+"""Train a small dropless mixture-of-experts language model on the Python standard library's own source.
+
+    python examples/train_lm.py             # a few minutes on two CPU cores
+    python examples/train_lm.py --dense     # the same transformer, dense, with as many active parameters
+    python examples/train_lm.py --resume    # go on from the newest checkpoint of an interrupted run
+
+Ctrl-C finishes the step, saves and exits with status 130; on CPU, `--resume` then ends with exactly the parameters of
+a run that was never interrupted. What cannot work is told in one sentence, with status 2.
+"""
+
+import dataclasses
+import signal
+import sys
+import threading
+import zlib
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jaxtyping import Array, Float32, Int32, PRNGKeyArray, UInt8
+from matplotlib.figure import Figure
+from orbax.checkpoint.checkpoint_managers import LatestN
+from tqdm import tqdm
+
+import eqx_moe
+from lm_data import InputError, read_text
+from lm_model import LanguageModel, Shape, option
+
+Scalar = Float32[Array, ""]
+Windows = UInt8[Array, "batch length"]
+Load = Int32[Array, "layers experts"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(Shape):
+    """All that decides the result of a run; saved with its checkpoints."""
+
+    context: int = option(128, "bytes the model can look back")
+    batch: int = option(16, "windows of text in a step")
+    steps: int = option(1500, "training steps")
+    learning_rate: float = option(2e-2, "peak of the learning rate")
+    seed: int = option(0, "seed of the parameters and of the order of the text")
+    save_every: int = option(150, "steps between checkpoints, and between evaluations")
+
+    def __post_init__(self):
+        for name, value in dataclasses.asdict(self).items():
+            if type(value) is not bool and not (0 <= value < 2**32 if name == "seed" else 0 < value < float("inf")):
+                raise InputError(f"{flag(name)} must be a positive number, not {value}")
+        if self.top_k > self.experts:
+            raise InputError(f"--top-k {self.top_k} is above --experts {self.experts}")
+        if self.d_model % (2 * self.heads):
+            raise InputError(f"--d-model {self.d_model} must be a multiple of twice --heads {self.heads}")
+
+    def optimiser(self) -> Any:  # whose annotations do not know that optax takes Equinox modules
+        peak = self.learning_rate
+        schedule = optax.warmup_cosine_decay_schedule(0.0, peak, self.steps // 10, self.steps, end_value=peak / 20)
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+class State(NamedTuple):
+    """What a checkpoint holds; the histories have a row for every step of the run."""
+
+    model: LanguageModel
+    optimiser: optax.OptState
+    losses: Float32[np.ndarray, " steps"]
+    held_out_losses: Float32[np.ndarray, " steps"]
+    loads: Int32[np.ndarray, "steps layers experts"]
+
+
+def initialise(settings: Settings) -> State:
+    model = jax.jit(lambda key: LanguageModel(settings, key=key))(jax.random.key(settings.seed))
+    losses, held_out_losses = np.full((2, settings.steps), np.nan, np.float32)
+    loads = np.zeros((settings.steps, settings.layers, settings.experts), np.int32)
+    return State(model, settings.optimiser().init(model), losses, held_out_losses, loads)
+
+
+def loss_function(model: LanguageModel, text: Windows, settings: Settings) -> tuple[Scalar, tuple[Scalar, Load | None]]:
+    """What to minimise; beside it, to report, the cross-entropy in nats per byte and the load of every expert."""
+    logits, stats = model(text[:, :-1])
+    entropy = optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:].astype(jnp.int32)).mean()
+    if stats is None:
+        return entropy, (entropy, None)
+    # Under vmap, because every layer has to be balanced by itself; otherwise their statistics are added up.
+    balance = jax.vmap(eqx_moe.load_balance_loss)(stats).mean()
+    router_z = jax.vmap(eqx_moe.router_z_loss)(stats).mean()
+    return entropy + 0.01 * balance + 0.001 * router_z, (entropy, stats.load)
+
+
+@jax.jit(static_argnames="settings", donate_argnames=("model", "optimiser"))
+def train_step(
+    model: LanguageModel, optimiser: optax.OptState, text: Windows, settings: Settings
+) -> tuple[LanguageModel, optax.OptState, Scalar, Load | None]:
+    gradients, (loss, load) = jax.grad(loss_function, has_aux=True)(model, text, settings)
+    updates, optimiser = settings.optimiser().update(gradients, optimiser, model)
+    return eqx.apply_updates(model, updates), optimiser, loss, load
+
+
+@jax.jit(static_argnames="settings")
+def evaluate(model: LanguageModel, text: UInt8[Array, "groups batch length"], settings: Settings) -> Scalar:
+    return jax.lax.map(lambda group: loss_function(model, group, settings)[1][0], text).mean()
+
+
+@jax.jit
+def generate(model: LanguageModel, prompt: UInt8[Array, " context"], key: PRNGKeyArray) -> UInt8[Array, " length"]:
+    def append(seen, key):
+        byte = jax.random.categorical(key, model(seen[None])[0][0, -1] / 0.7).astype(jnp.uint8)
+        return jnp.append(seen[1:], byte), byte
+
+    return jax.lax.scan(append, prompt, jax.random.split(key, 256))[1]
+
+
+def read(manager: ocp.CheckpointManager, **items: Any) -> Any:
+    """Items of the newest checkpoint."""
+    try:
+        return manager.restore(manager.latest_step(), args=ocp.args.Composite(**items))
+    except Exception as error:  # Orbax has many kinds; for the user they are one.
+        raise InputError(f"the newest checkpoint in {manager.directory} is damaged ({type(error).__name__})") from error
+
+
+def open_checkpoints(folder: Path, made_with: dict[str, Any], *, resume: bool) -> ocp.CheckpointManager:
+    # Saving in the background would read arrays while the next step overwrites them.
+    keep = {"preservation_policy": LatestN(2), "enable_async_checkpointing": False, "create": not resume}
+    manager = ocp.CheckpointManager(folder.absolute(), options=ocp.CheckpointManagerOptions(**keep))
+    if not resume and manager.latest_step() is not None:
+        raise InputError(f"{folder} already holds checkpoints: go on with --resume, or choose another --out")
+    if resume and manager.latest_step() is None:
+        raise InputError(f"{folder} holds no checkpoint to resume from")
+    saved = read(manager, settings=ocp.args.JsonRestore())["settings"] if resume else made_with
+    other = [f"{flag(name)} {saved.get(name)}, not {now}" for name, now in made_with.items() if saved.get(name) != now]
+    if other:
+        raise InputError(f"the checkpoints in {folder} were made with {' and '.join(other)}")
+    return manager
+
+
+def draw(folder: Path, state: State, settings: Settings):
+    steps = np.arange(1, settings.steps + 1)
+    figure = Figure(layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="cross-entropy, nats per byte")
+    axes.plot(steps, state.losses, linewidth=0.7, label="training")
+    axes.plot(steps, state.held_out_losses, "o", label="held out")
+    axes.legend()
+    figure.savefig(folder / "loss.png")
+    if not settings.dense:
+        eqx_moe.plot_load(state.loads, steps=steps).savefig(folder / "expert_load.png")
+
+
+def run(settings: Settings, *, data: list[Path], out: Path, resume: bool) -> int:
+    train, held_out = read_text(data, settings.context)
+    made_with = dataclasses.asdict(settings) | {"data": f"of CRC-32 {zlib.crc32(train.tobytes()):08x}"}
+    manager = open_checkpoints(out / "checkpoints", made_with, resume=resume)
+    state, done = initialise(settings), manager.latest_step() or 0
+    if done:
+        state = read(manager, state=ocp.args.StandardRestore(state))["state"]
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.model))
+    print(f"{parameters:,} parameters, {len(train):,} bytes of text to train on, {len(held_out):,} held out")
+    tokens, window = settings.batch * settings.context, np.arange(settings.context + 1)
+    evaluation = held_out[np.linspace(0, len(held_out) - len(window), 512, dtype=int).reshape(32, 16, 1) + window]
+    interrupted = threading.Event()
+
+    def finish_step(*_):
+        interrupted.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C does not wait
+
+    signal.signal(signal.SIGINT, finish_step)
+    with tqdm(total=settings.steps * tokens, initial=done * tokens, unit=" tokens", unit_scale=True) as bar:
+        while done < settings.steps and not interrupted.is_set():
+            # Text as a function of the step alone: a resumed run sees what it would have seen.
+            random = np.random.default_rng((settings.seed, done))
+            text = train[random.integers(len(train) - settings.context, size=(settings.batch, 1)) + window]
+            model, optimiser, loss, load = train_step(state.model, state.optimiser, text, settings)
+            state = state._replace(model=model, optimiser=optimiser)
+            state.losses[done] = loss
+            shown = f"loss {loss:.3f}"
+            if load is not None:
+                state.loads[done] = load
+                shown += f", expert load {load.min() / tokens:.1%} to {load.max() / tokens:.1%} of tokens"
+            bar.set_postfix_str(shown, refresh=False)
+            bar.update(tokens)
+            done += 1
+            if due := done % settings.save_every == 0 or done == settings.steps:
+                state.held_out_losses[done - 1] = held_out_loss = evaluate(model, evaluation, settings)
+                bar.write(f"step {done}: held-out loss {held_out_loss:.4f} nats per byte")
+            if due or interrupted.is_set():
+                save = ocp.args.Composite(settings=ocp.args.JsonSave(made_with), state=ocp.args.StandardSave(state))
+                manager.save(done, args=save)
+    draw(out, state, settings)
+    if done < settings.steps:
+        print(f"stopped after step {done}; --resume goes on from the checkpoint in {out.absolute()}")
+        return 130
+    prompt = held_out[: settings.context]
+    sample = generate(state.model, prompt, jax.random.key(settings.seed))
+    for name, text in ("prompt", prompt), ("sample", sample):
+        print(f"\n--- {name} ---\n{bytes(np.asarray(text)).decode(errors='replace')}")
+    print(f"\nheld-out loss {state.held_out_losses[-1]:.4f} nats per byte; plots and checkpoints in {out.absolute()}")
+    return 0
+
+
+def main() -> int:
+    # Without the usage an error is one line.
+    parser = ArgumentParser(usage=SUPPRESS, description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    for field in dataclasses.fields(Settings):
+        kind: dict[str, Any] = {"action": "store_true"} if field.type is bool else {"type": field.type}
+        parser.add_argument(flag(field.name), default=field.default, help=field.metadata["help"], **kind)
+    parser.add_argument("--data", type=Path, nargs="+", default=[], help="files or folders (default: standard library)")
+    parser.add_argument("--out", type=Path, help="folder for what is written (default: runs/moe or runs/dense)")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    given = vars(parser.parse_args())
+    data, out, resume = given.pop("data"), given.pop("out"), given.pop("resume")
+    try:
+        settings = Settings(**given)
+        return run(settings, data=data, out=out or Path("runs", "dense" if settings.dense else "moe"), resume=resume)
+    except (InputError, OSError) as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        parser.exit(130, "interrupted; what was saved before is whole\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
