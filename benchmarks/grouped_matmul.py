@@ -1,6 +1,6 @@
 """Grouped-matmul kernels as multiples of one dense matmul of the same size, all three products, side by side.
 
-taskset -c 0,1 python benchmarks/grouped_matmul.py --out benchmarks/results/grouped_matmul_cpu
+taskset -c 0,1 python benchmarks/grouped_matmul.py --kernels blocked --out benchmarks/results/grouped_matmul_cpu
 """
 
 import argparse
