@@ -14,7 +14,7 @@ Hidden = Float[Array, "batch tokens d_model"]
 Stats = eqx_moe.MoEStats | None
 
 
-def option(default: float, meaning: str) -> Any:
+def option(default: Any, meaning: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": f"{meaning} (default: {default})"})
 
 

@@ -142,16 +142,16 @@ def open_checkpoints(folder: Path, made_with: dict[str, Any], *, resume: bool) -
     return manager
 
 
-def draw(folder: Path, state: State, settings: Settings):
-    steps = np.arange(1, settings.steps + 1)
+def draw(folder: Path, state: State, done: int):
+    steps = np.arange(1, done + 1)
     figure = Figure(layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="cross-entropy, nats per byte")
-    axes.plot(steps, state.losses, linewidth=0.7, label="training")
-    axes.plot(steps, state.held_out_losses, "o", label="held out")
+    axes.plot(steps, state.losses[:done], linewidth=0.7, label="training")
+    axes.plot(steps, state.held_out_losses[:done], "o", label="held out")
     axes.legend()
     figure.savefig(folder / "loss.png")
-    if not settings.dense:
-        eqx_moe.plot_load(state.loads, steps=steps).savefig(folder / "expert_load.png")
+    if state.loads.any():
+        eqx_moe.plot_load(state.loads[:done], steps=steps).savefig(folder / "expert_load.png")
 
 
 def run(settings: Settings, *, data: list[Path], out: Path, resume: bool) -> int:
@@ -193,7 +193,7 @@ def run(settings: Settings, *, data: list[Path], out: Path, resume: bool) -> int
             if due or interrupted.is_set():
                 save = ocp.args.Composite(settings=ocp.args.JsonSave(made_with), state=ocp.args.StandardSave(state))
                 manager.save(done, args=save)
-    draw(out, state, settings)
+    draw(out, state, done)
     if done < settings.steps:
         print(f"stopped after step {done}; --resume goes on from the checkpoint in {out.absolute()}")
         return 130
