@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from ._permute import check_indexable, combine_rows, dispatch_rows
-from ._routing import Routing
+from ._routing import Routing, known_or_none
 
 
 class Grouping(eqx.Module):
@@ -27,7 +27,7 @@ def group_by_expert(routing: Routing) -> Grouping:
 
     **Arguments:**
 
-    - `routing`: an [`eqx_moe.Routing`][]; ids of `num_experts` are put last, in no group.
+    - `routing`: an [`eqx_moe.Routing`][]; ids outside `range(num_experts)` are put last, in no group.
 
     **Returns:** an [`eqx_moe.Grouping`][] with `rows = tokens * k`.
 
@@ -35,7 +35,7 @@ def group_by_expert(routing: Routing) -> Grouping:
     """
     rows = routing.experts.size
     check_indexable(rows, "tokens * k")
-    experts = routing.experts.reshape(-1)
+    experts = known_or_none(routing.experts, routing.num_experts).reshape(-1)
     index = jnp.arange(rows, dtype=jnp.int32)
     order, sizes = _sort(experts, index, routing.num_experts)
     position = jnp.zeros(rows, jnp.int32).at[order].set(index, unique_indices=True)

@@ -170,6 +170,7 @@ class MoE(eqx.Module):
         y = combine(rows, grouping)
         y = y if self.latent is None else y @ self.latent.up.astype(x.dtype)
         y = y if self.shared is None else y + self.shared(tokens)
+        y = y if mask is None else jnp.where(mask[:, None], y, 0)
         return y.reshape(x.shape), stats
 
     def route(

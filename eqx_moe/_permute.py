@@ -95,7 +95,7 @@ def fold_order(order: Int[Array, "n rows"], position: Int[Array, "n tokens k"]) 
     example = jnp.arange(n, dtype=order.dtype)
     joined = jnp.where(order >= assignments, n * assignments, order + (example * assignments)[:, None])
     places = jnp.where(position >= rows, n * rows, position + (example * rows)[:, None, None])
-    return joined.reshape(n * rows), places.reshape(-1, position.shape[2])
+    return joined.reshape(n * rows), places.reshape(n * position.shape[1], position.shape[2])
 
 
 def batch_first(args, dims) -> list[Array]:
@@ -124,7 +124,8 @@ def _register(primitive: Primitive, adjoint: Primitive, apply, shape_of) -> None
     def batch(args, dims):
         values, order, position = batch_first(args, dims)
         shape = shape_of(values[0], order[0], position[0])
-        folded = _bind(primitive, values.reshape(-1, values.shape[-1]), *fold_order(order, position))
+        joined = values.reshape(values.shape[0] * values.shape[1], values.shape[2])
+        folded = _bind(primitive, joined, *fold_order(order, position))
         return folded.reshape(order.shape[0], *shape), 0
 
     primitive.def_abstract_eval(abstract)

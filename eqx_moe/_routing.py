@@ -100,6 +100,11 @@ def jitter(x: Float[Array, "*batch d_model"], amount: float | int, *, key: Array
     return x * jax.random.uniform(key, x.shape, x.dtype, 1 - amount, 1 + amount)
 
 
+def known_or_none(experts: Int32[Array, "tokens k"], num_experts: int) -> Int32[Array, "tokens k"]:
+    """The ids, with `num_experts` for all that are out of range: a rule of one's own may write -1 for "nowhere"."""
+    return jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts)
+
+
 def check_soft_cap(soft_cap: float | int | None) -> None:
     """Raises `ValueError` unless `soft_cap` is positive or `None`."""
     if soft_cap is not None and not soft_cap > 0:

@@ -7,7 +7,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from ._routing import Routing
+from ._routing import Routing, known_or_none
 
 
 class MoEStats(eqx.Module):
@@ -22,7 +22,8 @@ class MoEStats(eqx.Module):
     - `squared_lse`: float32; the squared log-sum-exp of the logits, summed over tokens.
     - `tokens`: int32; tokens that were routed.
     - `masked`: int32; tokens that were masked out.
-    - `nonfinite`: int32; routed tokens with a NaN or an infinity among their logits.
+    - `nonfinite`: int32; routed tokens with a NaN or an infinity among their logits. They are not hidden: NaN logits
+      make `probability`, `squared_lse` and the losses made from them NaN too.
     - `overflow`: int32; assignments that were dropped because a buffer of bounded size was full. Always 0 without
       expert parallelism.
     """
@@ -76,7 +77,8 @@ def routing_stats(
 
 def expert_load(routing: Routing) -> Int32[Array, " experts"]:
     """How many assignments every expert has, `[experts]`; tokens that are routed nowhere count for none."""
-    return jnp.zeros(routing.num_experts, jnp.int32).at[routing.experts.reshape(-1)].add(1, mode="drop")
+    experts = known_or_none(routing.experts, routing.num_experts).reshape(-1)
+    return jnp.zeros(routing.num_experts, jnp.int32).at[experts].add(1, mode="drop")
 
 
 def total_stats(stats: MoEStats, *, axis_name: str | tuple[str, ...] | None = None) -> MoEStats:

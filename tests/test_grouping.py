@@ -336,3 +336,14 @@ def test_more_assignments_than_indices_are_refused_when_folded_by_vmap(function)
     values = jax.ShapeDtypeStruct((4, 2**28 if function is eqx_moe.dispatch else 2**29, 1), jnp.float32)
     with pytest.raises(ValueError, match=f"{2**31}.*32-bit"):
         jax.eval_shape(jax.vmap(lambda x, *routing: function(x, group_ids(*routing))), values, *shapes(4))
+
+
+def test_ids_out_of_range_are_routed_nowhere():
+    """A rule of one's own may write -1; it must not disturb other tokens."""
+    experts = jnp.array([[0, 1], [-1, 2], [1, 0], [2, 1], [0, 7], [1, 2]], jnp.int32)
+    routing = eqx_moe.Routing(experts, jnp.ones((6, 2)), 3)
+    grouping = eqx_moe.group_by_expert(routing)
+    assert_equal(grouping.sizes, jnp.array([3, 4, 3]))
+    assert_equal(eqx_moe.expert_load(routing), grouping.sizes)
+    x = jnp.arange(1.0, 7.0)[:, None]
+    assert_equal(eqx_moe.combine(eqx_moe.dispatch(x, grouping), grouping) / x, jnp.array([[2.0, 1, 2, 2, 1, 2]]).T)

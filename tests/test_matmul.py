@@ -212,3 +212,19 @@ class TestAutoGroupedMatmul:
         for platform, loop in (("cpu", True), ("tpu", False)):
             exported = jax.export.export(jax.jit(eqx_moe.grouped_matmul), platforms=[platform])(*arguments, sizes)
             assert ("stablehlo.while" in exported.mlir_module()) == loop
+
+
+def test_more_rows_than_indices_are_refused():
+    rows = jax.ShapeDtypeStruct((2**31, 1), jnp.float32)
+    with pytest.raises(ValueError, match=f"rows = {2**31} does not fit into 32-bit"):
+        jax.eval_shape(eqx_moe.grouped_matmul, rows, jnp.ones((1, 1, 1)), jnp.array([1]))
+
+
+def test_narrow_sizes_do_not_wrap():
+    out = eqx_moe.BlockedDot().nn(jnp.ones((300, 2)), jnp.ones((2, 2, 3)), jnp.array([100, 100], jnp.int8))
+    assert_equal(out[:, 0], jnp.where(jnp.arange(300) < 200, 2.0, 0.0))
+
+
+def test_vmap_of_width_zero():
+    out = jax.vmap(eqx_moe.grouped_matmul, (0, None, 0))(jnp.ones((2, 4, 0)), jnp.ones((1, 0, 3)), jnp.full((2, 1), 4))
+    assert_equal(out, jnp.zeros((2, 4, 3)))

@@ -49,7 +49,9 @@ class BlockedDot(AbstractGroupedMatmul):
         them in their turn; only where no rows are left for that is it moved back and masked.
         """
         rows = x.shape[0]
-        x, w, sizes, out = match_varying(x, w, sizes, lax.empty((rows, w.shape[2 - contract]), x.dtype))
+        x, w, sizes, out = match_varying(
+            x, w, sizes.astype(jnp.int32), lax.empty((rows, w.shape[2 - contract]), x.dtype)
+        )
 
         def visit(expert, start, stop, out):
             weights = lax.dynamic_index_in_dim(w, expert, keepdims=False)
@@ -74,7 +76,7 @@ class BlockedDot(AbstractGroupedMatmul):
     ) -> Float[Array, "experts d_in d_out"]:
         shape, wide = (x.shape[1], y.shape[1]), accumulator(x.dtype)
         x, y, sizes, out, zero = match_varying(
-            x, y, sizes, jnp.zeros((sizes.shape[0], *shape), x.dtype), jnp.zeros(shape, wide)
+            x, y, sizes.astype(jnp.int32), jnp.zeros((sizes.shape[0], *shape), x.dtype), jnp.zeros(shape, wide)
         )
 
         def visit(expert, start, stop, out):
@@ -96,7 +98,7 @@ class BlockedDot(AbstractGroupedMatmul):
         # but on jax 0.10 it copies a large carry in every step instead of updating it in place.
         state = (start, carry)
         for smaller, size in reversed(list(zip([0, *sizes], sizes, strict=False))):
-            fits = lambda state, smaller=smaller, size=size: (stop - state[0] > smaller) & (state[0] + size <= rows)
+            fits = lambda state, smaller=smaller, size=size: (stop - state[0] > smaller) & (state[0] <= rows - size)
             state = lax.while_loop(fits, ft.partial(_advance, size, step), state)
         return lax.while_loop(lambda state: state[0] < stop, ft.partial(_advance, sizes[0], last_step), state)[1]
 

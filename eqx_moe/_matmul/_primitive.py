@@ -40,6 +40,7 @@ def bind_product(
 ) -> Array:
     """Binds the primitive: `gather` is empty or `(order, position)`."""
     operands = match_varying(a, b, sizes.astype(jnp.int32), *gather)
+    check_indexable(max(x.shape[0] for x in operands), "rows")
     return grouped_matmul_p.bind(*operands, product=product, matmul=matmul)
 
 
@@ -79,8 +80,8 @@ def _run(a, b, sizes, *gather, product, matmul, platform):
             return kernel.gathered_tn(a, *index, b, sizes) if gather else kernel.tn(a, b, sizes)
 
 
-for _platform in ("cpu", "cuda", "rocm", "tpu"):
-    _lowering = mlir.lower_fun(ft.partial(_run, platform=_platform), multiple_results=False)
+for _platform in ("cpu", "cuda", "rocm", "tpu", None):
+    _lowering = mlir.lower_fun(ft.partial(_run, platform=_platform or "other"), multiple_results=False)
     mlir.register_lowering(grouped_matmul_p, _lowering, platform=_platform)
 
 
@@ -123,7 +124,7 @@ def _batch(args, dims, *, product, matmul):
         return dispatch_rows(x.reshape(n * rows, x.shape[2]), order, position)
 
     if gather:
-        a, gather = a.reshape(-1, a.shape[2]), _fold_gather(gather[0], gather[1], order, position)
+        a, gather = a.reshape(n * a.shape[1], a.shape[2]), _fold_gather(gather[0], gather[1], order, position)
     else:
         a = fold(a)
     sizes = sizes.sum(0, dtype=sizes.dtype) if shared else sizes.reshape(n * experts)
