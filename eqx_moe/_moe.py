@@ -113,6 +113,7 @@ class MoE(eqx.Module):
         **Raises:** `ValueError` for sizes or options that do not fit each other.
         """
         check_positive(d_model=d_model, d_ff=d_ff, num_experts=num_experts)
+        check_positive(d_latent=1 if d_latent is None else d_latent, d_shared=1 if d_shared is None else d_shared)
         if rule.k > num_experts:
             raise ValueError(f"k={rule.k} experts per token cannot be chosen from num_experts={num_experts}")
         if shared_gate and d_shared is None:
@@ -133,12 +134,10 @@ class MoE(eqx.Module):
         )
         self.latent = None
         if d_latent is not None:
-            check_positive(d_latent=d_latent)
             down = scaled_normal(keys[2], (d_model, d_latent), d_model, dtype)
             self.latent = LatentProjection(down, scaled_normal(keys[3], (d_latent, d_model), d_latent, dtype))
         self.shared = None
         if d_shared is not None:
-            check_positive(d_shared=d_shared)
             self.shared = SharedExperts(
                 scaled_normal(keys[4], (d_model, activation.gates, d_shared), d_model, dtype),
                 scaled_normal(keys[5], (d_shared, d_model), d_shared, dtype),
@@ -204,16 +203,19 @@ def _route(
     *,
     rule: AbstractRoutingRule,
 ) -> tuple[Routing, Grouping, MoEStats]:
+    x = x if mask is None else jnp.where(mask[:, None], x, 0)  # also keeps NaN out of the router's gradient
     logits = router(x, key=key)
     routing = rule(logits, bias=None if bias is None else lax.stop_gradient(bias))
-    _check_routing(logits, routing)
+    _check_routing(logits, routing, rule.k)
     routing = routing if mask is None else mask_routing(routing, mask)
     grouping = group_by_expert(routing)
     return routing, grouping, routing_stats(logits, rule.probabilities(logits), grouping.sizes, mask=mask)
 
 
-def _check_routing(logits: Float[Array, "tokens experts"], routing: Routing) -> None:
+def _check_routing(logits: Float[Array, "tokens experts"], routing: Routing, k: int) -> None:
     tokens, experts = logits.shape
+    if routing.experts.shape[1] != k:
+        raise ValueError(f"k: the rule says {k}, its routing has {routing.experts.shape[1]}")
     if routing.experts.shape[0] != tokens:
         raise ValueError(f"tokens: the logits have {tokens}, the routing has {routing.experts.shape[0]}")
     if routing.num_experts != experts:

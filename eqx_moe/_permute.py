@@ -123,7 +123,7 @@ def _register(primitive: Primitive, adjoint: Primitive, apply, shape_of) -> None
 
     def batch(args, dims):
         values, order, position = batch_first(args, dims)
-        shape = shape_of(values[0], order[0], position[0])
+        shape = shape_of(*(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (values, order, position)))
         joined = values.reshape(values.shape[0] * values.shape[1], values.shape[2])
         folded = _bind(primitive, joined, *fold_order(order, position))
         return folded.reshape(order.shape[0], *shape), 0

@@ -56,7 +56,7 @@ def main(steps: int = 200) -> list[float]:
         updates, state = optimiser.update(gradients, state)
         return eqx.apply_updates(model, updates), state, loss
 
-    state = optimiser.init(model)
+    state = optimiser.init(eqx.filter(model, eqx.is_array))
     losses = []
     for _ in range(steps):
         model, state, loss = step(model, state)

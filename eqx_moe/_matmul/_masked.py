@@ -12,8 +12,8 @@ class MaskedDense(AbstractGroupedMatmul):
     """Every expert multiplies every row, and a mask keeps the products that count.
 
     It costs `experts` times the arithmetic of the other kernels and the memory of `rows * experts * d_in` numbers, and
-    is here to be obviously right: the other kernels are tested against it. Nothing past the groups reaches the result, but
-    a NaN or an infinity within a group, or in its weights, spreads to the other groups; so it does in
+    is here to be obviously right: the other kernels are tested against it. Nothing past the groups reaches the result,
+    but a NaN or an infinity within a group, or in its weights, spreads to the other groups; so it does in
     [`eqx_moe.RaggedDot`][], while [`eqx_moe.BlockedDot`][] keeps groups apart.
     """
 
