@@ -164,10 +164,10 @@ class MoE(eqx.Module):
         if mask is not None:
             tokens = jnp.where(mask[:, None], tokens, 0)
         routing, grouping, stats = self.route(tokens, mask=mask, key=key)
-        inner = tokens if self.latent is None else tokens @ self.latent.down.astype(x.dtype)
+        inner = tokens if self.latent is None else _project(tokens, self.latent.down)
         rows = self.experts(inner, grouping, row_weights(routing, grouping))
         y = combine(rows, grouping)
-        y = y if self.latent is None else y @ self.latent.up.astype(x.dtype)
+        y = y if self.latent is None else _project(y, self.latent.up)
         y = y if self.shared is None else y + self.shared(tokens)
         y = y if mask is None else jnp.where(mask[:, None], y, 0)
         return y.reshape(x.shape), stats
@@ -179,6 +179,11 @@ class MoE(eqx.Module):
         policy = jax.checkpoint_policies.save_only_these_names(EXPERT_IDS)
         bias = None if self.selection_bias is None else self.selection_bias.value
         return jax.checkpoint(ft.partial(_route, rule=self.rule), policy=policy)(self.router, x, bias, mask, key)
+
+
+@jax.checkpoint  # so that the casted weights do not live until the backward pass
+def _project(x: Float[Array, "tokens d_in"], w: Float[Array, "d_in d_out"]) -> Float[Array, "tokens d_out"]:
+    return x @ w.astype(x.dtype)
 
 
 def _shared_mlp(
