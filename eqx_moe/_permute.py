@@ -83,7 +83,7 @@ def combine_rows(
     return _bind(combine_p, rows, order, position)
 
 
-def _bind(primitive: Primitive, values: ArrayLike, order: Array, position: Array) -> Array:
+def _bind(primitive: Primitive, values: ArrayLike, order: ArrayLike, position: ArrayLike) -> Array:
     return primitive.bind(*match_varying(values, order, position))
 
 
@@ -105,6 +105,17 @@ def batch_first(args, dims) -> list[Array]:
         jnp.broadcast_to(x, (n, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
         for x, d in zip(args, dims, strict=True)
     ]
+
+
+def evaluate_compiled(primitive: Primitive, static_argnames: tuple[str, ...] = ()) -> None:
+    """Lets eager calls go through `jax.jit`: they compile once per shape and run on their operands' devices."""
+    compiled = jax.jit(primitive.bind, static_argnames=static_argnames)
+
+    def evaluate(*operands, **parameters):
+        with jax.disable_jit(False):  # or `jax.disable_jit()` would come back here for ever
+            return compiled(*operands, **parameters)
+
+    primitive.def_impl(evaluate)
 
 
 def _register(primitive: Primitive, adjoint: Primitive, apply, shape_of) -> None:
@@ -129,8 +140,7 @@ def _register(primitive: Primitive, adjoint: Primitive, apply, shape_of) -> None
         return folded.reshape(order.shape[0], *shape), 0
 
     primitive.def_abstract_eval(abstract)
-    # Evaluated through `jit` so that an eager call compiles once per shape and runs on its operands' devices.
-    primitive.def_impl(jax.jit(primitive.bind))
+    evaluate_compiled(primitive)
     mlir.register_lowering(primitive, mlir.lower_fun(apply, multiple_results=False))
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose

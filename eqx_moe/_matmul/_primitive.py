@@ -19,6 +19,7 @@ from .._permute import (
     check_indexable,
     combine_rows,
     dispatch_rows,
+    evaluate_compiled,
     fold_order,
     invert,
     take_filled,
@@ -35,11 +36,11 @@ def bind_product(
     matmul: AbstractGroupedMatmul,
     a: ArrayLike,
     b: ArrayLike,
-    sizes: Array,
-    gather: tuple[Array, ...] = (),
+    sizes: ArrayLike,
+    gather: tuple[ArrayLike, ...] = (),
 ) -> Array:
     """Binds the primitive: `gather` is empty or `(order, position)`."""
-    operands = match_varying(a, b, sizes.astype(jnp.int32), *gather)
+    operands = match_varying(a, b, jnp.asarray(sizes).astype(jnp.int32), *gather)
     check_indexable(max(x.shape[0] for x in operands), "rows")
     return grouped_matmul_p.bind(*operands, product=product, matmul=matmul)
 
@@ -56,11 +57,7 @@ def _abstract(a, b, sizes, *gather, product, matmul):
     return a.update(shape=_shape(product, a, b, sizes, *gather), weak_type=False)
 
 
-# Evaluated through `jit` so that an eager call compiles once per shape and runs on its operands' devices.
-@grouped_matmul_p.def_impl
-@ft.partial(jax.jit, static_argnames=("product", "matmul"))
-def _evaluate(*operands, product, matmul):
-    return grouped_matmul_p.bind(*operands, product=product, matmul=matmul)
+evaluate_compiled(grouped_matmul_p, static_argnames=("product", "matmul"))
 
 
 def _run(a, b, sizes, *gather, product, matmul, platform):
@@ -103,7 +100,7 @@ def _transpose(cotangent, a, b, sizes, *gather, product, matmul):
             da = bind(Product.NT, a=b, b=cotangent)
         else:
             da = bind(Product.NT if product is Product.NN else Product.NN, a=cotangent, b=b)
-        return [combine_rows(da, gather[0], gather[1]) if gather else da, None, *rest]
+        return [combine_rows(da, *map(jnp.asarray, gather)) if gather else da, None, *rest]
     if product is Product.NT:
         db = bind(Product.TN, a=cotangent, b=a)
     else:
