@@ -16,7 +16,8 @@ def load_balance_loss(stats: MoEStats, *, axis_name: str | tuple[str, ...] | Non
     **Arguments:**
 
     - `stats`: an [`eqx_moe.MoEStats`][]; leading axes are summed over first, so that the loss is that of all their
-      tokens together.
+      tokens together. Layers stacked by `jax.lax.scan` have other experts each and should be balanced one by one:
+      `jax.vmap(load_balance_loss)(stats).mean()`.
     - `axis_name`: mesh axes inside `jax.shard_map` over which to sum too; only the sums travel. (To differentiate
       inside, leave `check_vma=True`: without it JAX multiplies the gradient of any `psum` by the number of devices.)
 
