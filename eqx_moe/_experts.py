@@ -35,7 +35,8 @@ def grouped_mlp(
     """Every group of rows through its own MLP.
 
     For the backward pass it keeps `rows`, the pre-activation (named `eqx_moe.PRE_ACTIVATION` for `jax.checkpoint`
-    policies) and `weights`; the activation is computed again.
+    policies) and `weights`; the activation is computed again. (Outside `jax.jit` a copy of `w_gate_up` in the shape of
+    the grouped matmul is kept too; [`eqx_moe.Experts`][] keeps none anywhere.)
 
     **Arguments:**
 

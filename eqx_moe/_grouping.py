@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 from ._permute import check_indexable, combine_rows, dispatch_rows
 from ._routing import Routing, known_or_none
+from ._vma import check_unsharded
 
 
 class Grouping(eqx.Module):
@@ -33,6 +34,7 @@ def group_by_expert(routing: Routing) -> Grouping:
 
     **Raises:** `ValueError` if `tokens * k` does not fit into 31 bits.
     """
+    check_unsharded(tokens=routing.experts)
     rows = routing.experts.size
     check_indexable(rows, "tokens * k")
     experts = known_or_none(routing.experts, routing.num_experts).reshape(-1)

@@ -118,6 +118,7 @@ class MoE(eqx.Module):
             raise ValueError(f"k={rule.k} experts per token cannot be chosen from num_experts={num_experts}")
         if shared_gate and d_shared is None:
             raise ValueError("shared_gate=True needs shared experts: give d_shared")
+        _check_rule(rule, num_experts)
         keys = jax.random.split(key, 7)
         self.router = Router(
             d_model, num_experts, use_bias=router_bias, jitter=jitter, soft_cap=soft_cap, dtype=dtype, key=keys[0]
@@ -215,6 +216,12 @@ def _route(
     routing = routing if mask is None else mask_routing(routing, mask)
     grouping = group_by_expert(routing)
     return routing, grouping, routing_stats(logits, rule.probabilities(logits), grouping.sizes, mask=mask)
+
+
+def _check_rule(rule: AbstractRoutingRule, num_experts: int) -> None:
+    """Lets the rule route one token, without computing anything, so that what does not fit is told before training."""
+    run = lambda logits: _check_routing(logits, rule(logits), rule.k)
+    jax.eval_shape(run, jax.ShapeDtypeStruct((1, num_experts), jnp.float32))
 
 
 def _check_routing(logits: Float[Array, "tokens experts"], routing: Routing, k: int) -> None:

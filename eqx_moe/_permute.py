@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from ._dtypes import accumulator
-from ._vma import match_varying
+from ._vma import check_unsharded, match_varying, on_the_mesh, reshaped
 
 
 def take_rows(x: Float[Array, "tokens d_in"], index: Int[Array, "*n"]) -> Float[Array, "*n d_in"]:
@@ -84,6 +84,7 @@ def combine_rows(
 
 
 def _bind(primitive: Primitive, values: ArrayLike, order: ArrayLike, position: ArrayLike) -> Array:
+    check_unsharded(values=values, order=order, position=position)
     return primitive.bind(*match_varying(values, order, position))
 
 
@@ -122,7 +123,7 @@ def _register(primitive: Primitive, adjoint: Primitive, apply, shape_of) -> None
     """Gives one of the pair its evaluation, shape, derivative, transpose and batching rules."""
 
     def abstract(values, order, position):
-        return values.update(shape=shape_of(values, order, position), weak_type=False)
+        return reshaped(values, shape_of(values, order, position))
 
     def jvp(primals, tangents):
         (values, order, position), (tangent, *_) = primals, tangents
@@ -141,7 +142,7 @@ def _register(primitive: Primitive, adjoint: Primitive, apply, shape_of) -> None
 
     primitive.def_abstract_eval(abstract)
     evaluate_compiled(primitive)
-    mlir.register_lowering(primitive, mlir.lower_fun(apply, multiple_results=False))
+    mlir.register_lowering(primitive, mlir.lower_fun(on_the_mesh(apply), multiple_results=False))
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose
     batching.primitive_batchers[primitive] = batch

@@ -17,7 +17,7 @@ def plot_load(load: Any, *, steps: Any = None) -> "Figure":
     - `steps`: the training step of every time, `[times]`; by default 0, 1, 2, ...
 
     **Returns:** a matplotlib figure; `figure.savefig("load.png")` writes it. The colour is an expert's share of its
-    layer's load, as a multiple of the mean: 1 is balance.
+    layer's load, as a multiple of the mean: 1 is balance, and 2 and all above it have one colour.
 
     **Raises:** `ImportError` without matplotlib; `ValueError` if the shapes do not fit.
     """

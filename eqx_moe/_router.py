@@ -74,6 +74,12 @@ def trainable(tree):
     ```python
     params, state = eqx.partition(model, eqx_moe.trainable(model))  # gradients and optimiser for `params` alone
     ```
+
+    **Arguments:**
+
+    - `tree`: any pytree, such as a model with layers in it.
+
+    **Returns:** the booleans, in the structure of `tree`.
     """
     is_state = lambda node: isinstance(node, SelectionBias)
     mark = lambda node: jax.tree.map(lambda _: not is_state(node), node)

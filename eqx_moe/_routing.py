@@ -13,7 +13,8 @@ class Routing(eqx.Module):
     """Which experts every token goes to, and with what weight.
 
     - `experts`: int32, `[tokens, k]`; the ids of a token are distinct and in `range(num_experts)`, or all of them are
-      `num_experts` if the token is routed nowhere.
+      `num_experts` if the token is routed nowhere. A rule of your own may do otherwise: an id out of range is routed
+      nowhere, and one that is repeated is computed, weighted and counted each time.
     - `weights`: float32, `[tokens, k]`; what each expert's output is multiplied by.
     - `num_experts`: a Python integer.
     """
@@ -59,6 +60,8 @@ def mask_routing(routing: Routing, mask: Bool[Array, " tokens"]) -> Routing:
 
     - `routing`: an [`eqx_moe.Routing`][].
     - `mask`: bool, `[tokens]`; true for the tokens to keep.
+
+    **Returns:** an [`eqx_moe.Routing`][] of the same sizes.
     """
     return _mask(mask[:, None], routing.experts, routing.weights, routing.num_experts)
 
@@ -95,7 +98,18 @@ def router_logits(
 def jitter(x: Float[Array, "*batch d_model"], amount: float | int, *, key: Array) -> Float[Array, "*batch d_model"]:
     """Multiplies `x` by independent uniform noise in `[1 - amount, 1 + amount]`, as Switch Transformers does to the
     router's input while training ([arXiv:2101.03961](https://arxiv.org/abs/2101.03961)). Pass float32: in bfloat16 the
-    noise is rounded to steps of 0.004."""
+    noise is rounded to steps of 0.004.
+
+    **Arguments:**
+
+    - `x`: `[..., d_model]`.
+    - `amount`: at least 0 and below 1.
+    - `key`: for the noise.
+
+    **Returns:** `[..., d_model]`, of the dtype of `x`.
+
+    **Raises:** `ValueError` if `amount` does not lie in `[0, 1)`.
+    """
     check_jitter(amount)
     return x * jax.random.uniform(key, x.shape, x.dtype, 1 - amount, 1 + amount)
 

@@ -1,5 +1,6 @@
 """The routing rules in use."""
 
+import math
 from collections.abc import Callable
 
 import equinox as eqx
@@ -33,7 +34,7 @@ class SoftmaxTopK(AbstractRoutingRule):
     groups: GroupLimit | None = eqx.field(default=None, kw_only=True)
 
     def __check_init__(self):
-        _check_k(self.k)
+        _check_options(self.k, self.scale)
         if self.select_on_logits and not self.renormalize:
             raise ValueError(
                 "select_on_logits=True takes the softmax over the chosen experts, whose weights always sum to 1: "
@@ -71,7 +72,7 @@ class SigmoidTopK(AbstractRoutingRule):
     groups: GroupLimit | None = eqx.field(default=None, kw_only=True)
 
     def __check_init__(self):
-        _check_k(self.k)
+        _check_options(self.k, self.scale)
 
     def __call__(
         self, logits: Float32[Array, "tokens experts"], *, bias: Float32[Array, " experts"] | None = None
@@ -99,7 +100,7 @@ class SqrtSoftplusTopK(AbstractRoutingRule):
     groups: GroupLimit | None = eqx.field(default=None, kw_only=True)
 
     def __check_init__(self):
-        _check_k(self.k)
+        _check_options(self.k, self.scale)
 
     def __call__(
         self, logits: Float32[Array, "tokens experts"], *, bias: Float32[Array, " experts"] | None = None
@@ -110,9 +111,11 @@ class SqrtSoftplusTopK(AbstractRoutingRule):
         return jax.nn.softmax(_log_sqrt_softplus(logits), axis=-1)
 
 
-def _check_k(k: int) -> None:
-    if k < 1:
-        raise ValueError(f"k={k} must be at least 1")
+def _check_options(k: int, scale: float | int) -> None:
+    if isinstance(k, bool) or k < 1:
+        raise ValueError(f"k={k} must be a whole number of at least 1")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale={scale} must be finite")
 
 
 def _route_by_score(

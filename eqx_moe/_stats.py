@@ -76,7 +76,14 @@ def routing_stats(
 
 
 def expert_load(routing: Routing) -> Int32[Array, " experts"]:
-    """How many assignments every expert has, `[experts]`; tokens that are routed nowhere count for none."""
+    """How many assignments every expert has; tokens that are routed nowhere count for none.
+
+    **Arguments:**
+
+    - `routing`: an [`eqx_moe.Routing`][].
+
+    **Returns:** int32, `[experts]`.
+    """
     experts = known_or_none(routing.experts, routing.num_experts).reshape(-1)
     return jnp.zeros(routing.num_experts, jnp.int32).at[experts].add(1, mode="drop")
 
@@ -99,7 +106,14 @@ def total_stats(stats: MoEStats, *, axis_name: str | tuple[str, ...] | None = No
 def max_violation(load: Int[Array, "*batch experts"]) -> Float32[Array, "*batch"]:
     """How far the most loaded expert is above the mean, as a share of the mean: MaxVio of
     [arXiv:2408.15664](https://arxiv.org/abs/2408.15664). 0 is perfect balance, `experts - 1` is all on one; 0
-    without any load."""
+    without any load.
+
+    **Arguments:**
+
+    - `load`: int, `[..., experts]`, as [`eqx_moe.MoEStats`][] has it; leading axes are kept.
+
+    **Returns:** float32, `[...]`.
+    """
     load = load.astype(jnp.float32)
     total = load.sum(-1)
     return (load.max(-1) * load.shape[-1] - total) / jnp.maximum(total, 1)
@@ -107,7 +121,14 @@ def max_violation(load: Int[Array, "*batch experts"]) -> Float32[Array, "*batch"
 
 def load_entropy(load: Int[Array, "*batch experts"]) -> Float32[Array, "*batch"]:
     """The entropy of the load in units of its maximum `log(experts)`: 1 is perfect balance, 0 is all on one expert.
-    With one expert it is 1, without any load 0."""
+    With one expert it is 1, without any load 0.
+
+    **Arguments:**
+
+    - `load`: int, `[..., experts]`, as [`eqx_moe.MoEStats`][] has it; leading axes are kept.
+
+    **Returns:** float32, `[...]`.
+    """
     share = _shares(load)
     experts = load.shape[-1]
     if experts == 1:
@@ -116,12 +137,29 @@ def load_entropy(load: Int[Array, "*batch experts"]) -> Float32[Array, "*batch"]
 
 
 def dead_experts(load: Int[Array, "*batch experts"]) -> Int32[Array, "*batch"]:
-    """How many experts got nothing."""
+    """How many experts got nothing.
+
+    **Arguments:**
+
+    - `load`: int, `[..., experts]`, as [`eqx_moe.MoEStats`][] has it; leading axes are kept.
+
+    **Returns:** int32, `[...]`.
+    """
     return (load == 0).sum(-1, dtype=jnp.int32)
 
 
 def padding_waste(load: Int[Array, "*batch experts"], block: int) -> Float32[Array, "*batch"]:
-    """The share of rows that a kernel working in whole blocks of `block` rows per expert would compute for nothing."""
+    """The share of rows that a kernel working in whole blocks of `block` rows per expert would compute for nothing.
+
+    **Arguments:**
+
+    - `load`: int, `[..., experts]`, as [`eqx_moe.MoEStats`][] has it; leading axes are kept.
+    - `block`: a Python integer.
+
+    **Returns:** float32, `[...]`, at least 0 and below 1; 0 without any load.
+
+    **Raises:** `ValueError` if `block` is less than 1.
+    """
     if block < 1:
         raise ValueError(f"block={block} must be at least 1")
     computed = ((load + block - 1) // block * block).astype(jnp.float32).sum(-1)

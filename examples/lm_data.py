@@ -26,8 +26,7 @@ def find_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise InputError(f"{path} is neither a file nor a folder")
-    inside = [file.relative_to(path) for file in sorted(path.rglob("*")) if file.is_file()]
-    return [path / file for file in inside if not any(part.startswith(".") for part in file.parts)]
+    return [f for f in sorted(path.rglob("*")) if f.is_file() and "/." not in f"/{f.relative_to(path).as_posix()}"]
 
 
 def read_text(paths: list[Path], context: int) -> tuple[UInt8[np.ndarray, " train"], UInt8[np.ndarray, " held_out"]]:

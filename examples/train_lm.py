@@ -11,7 +11,6 @@ a run that was never interrupted. What cannot work is told in one sentence, with
 import dataclasses
 import signal
 import sys
-import threading
 import zlib
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
@@ -32,6 +31,7 @@ import eqx_moe
 from lm_data import InputError, read_text
 from lm_model import LanguageModel, Shape, option
 
+flag = lambda name: "--" + name.replace("_", "-")
 Scalar = Float32[Array, ""]
 Windows = UInt8[Array, "batch length"]
 Load = Int32[Array, "layers experts"]
@@ -43,15 +43,16 @@ class Settings(Shape):
 
     context: int = option(128, "bytes the model can look back")
     batch: int = option(16, "windows of text in a step")
-    steps: int = option(1500, "training steps")
+    steps: int = option(1500, "training steps, fixed for a run: the learning rate is planned for them")
     learning_rate: float = option(2e-2, "peak of the learning rate")
     seed: int = option(0, "seed of the parameters and of the order of the text")
     save_every: int = option(150, "steps between checkpoints, and between evaluations")
 
     def __post_init__(self):
         for name, value in dataclasses.asdict(self).items():
-            if type(value) is not bool and not (0 <= value < 2**32 if name == "seed" else 0 < value < float("inf")):
-                raise InputError(f"{flag(name)} must be a positive number, not {value}")
+            if not (0 <= value < 2**32 if name == "seed" else type(value) is bool or 0 < value < float("inf")):
+                allowed = "in [0, 2**32)" if name == "seed" else "a positive number"
+                raise InputError(f"{flag(name)} must be {allowed}, not {value}")
         if self.top_k > self.experts:
             raise InputError(f"--top-k {self.top_k} is above --experts {self.experts}")
         if self.d_model % (2 * self.heads):
@@ -61,10 +62,6 @@ class Settings(Shape):
         peak = self.learning_rate
         schedule = optax.warmup_cosine_decay_schedule(0.0, peak, self.steps // 10, self.steps, end_value=peak / 20)
         return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 class State(NamedTuple):
@@ -144,12 +141,11 @@ def open_checkpoints(folder: Path, made_with: dict[str, Any], *, resume: bool) -
 
 def draw(folder: Path, state: State, done: int):
     steps = np.arange(1, done + 1)
-    figure = Figure(layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="cross-entropy, nats per byte")
+    axes = Figure(layout="constrained").add_subplot(xlabel="step", ylabel="cross-entropy, nats per byte")
     axes.plot(steps, state.losses[:done], linewidth=0.7, label="training")
     axes.plot(steps, state.held_out_losses[:done], "o", label="held out")
     axes.legend()
-    figure.savefig(folder / "loss.png")
+    axes.figure.savefig(folder / "loss.png")
     if state.loads.any():
         eqx_moe.plot_load(state.loads[:done], steps=steps).savefig(folder / "expert_load.png")
 
@@ -158,29 +154,30 @@ def run(settings: Settings, *, data: list[Path], out: Path, resume: bool) -> int
     train, held_out = read_text(data, settings.context)
     made_with = dataclasses.asdict(settings) | {"data": f"of CRC-32 {zlib.crc32(train.tobytes()):08x}"}
     manager = open_checkpoints(out / "checkpoints", made_with, resume=resume)
-    state, done = initialise(settings), manager.latest_step() or 0
-    if done:
+    state = initialise(settings)
+    if done := manager.latest_step() or 0:
         state = read(manager, state=ocp.args.StandardRestore(state))["state"]
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.model))
     print(f"{parameters:,} parameters, {len(train):,} bytes of text to train on, {len(held_out):,} held out")
     tokens, window = settings.batch * settings.context, np.arange(settings.context + 1)
     evaluation = held_out[np.linspace(0, len(held_out) - len(window), 512, dtype=int).reshape(32, 16, 1) + window]
-    interrupted = threading.Event()
+    interrupted: list[int] = []
 
-    def finish_step(*_):
-        interrupted.set()
+    def finish_step(number: int, _):
+        interrupted.append(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C does not wait
 
     signal.signal(signal.SIGINT, finish_step)
     with tqdm(total=settings.steps * tokens, initial=done * tokens, unit=" tokens", unit_scale=True) as bar:
-        while done < settings.steps and not interrupted.is_set():
+        while done < settings.steps and not interrupted:
             # Text as a function of the step alone: a resumed run sees what it would have seen.
             random = np.random.default_rng((settings.seed, done))
             text = train[random.integers(len(train) - settings.context, size=(settings.batch, 1)) + window]
             model, optimiser, loss, load = train_step(state.model, state.optimiser, text, settings)
-            state = state._replace(model=model, optimiser=optimiser)
+            if not np.isfinite(loss):
+                raise InputError(f"the loss is {loss} at step {done + 1}: lower --learning-rate")
+            state, shown = state._replace(model=model, optimiser=optimiser), f"loss {loss:.3f}"
             state.losses[done] = loss
-            shown = f"loss {loss:.3f}"
             if load is not None:
                 state.loads[done] = load
                 shown += f", expert load {load.min() / tokens:.1%} to {load.max() / tokens:.1%} of tokens"
@@ -190,7 +187,7 @@ def run(settings: Settings, *, data: list[Path], out: Path, resume: bool) -> int
             if due := done % settings.save_every == 0 or done == settings.steps:
                 state.held_out_losses[done - 1] = held_out_loss = evaluate(model, evaluation, settings)
                 bar.write(f"step {done}: held-out loss {held_out_loss:.4f} nats per byte")
-            if due or interrupted.is_set():
+            if due or interrupted:
                 save = ocp.args.Composite(settings=ocp.args.JsonSave(made_with), state=ocp.args.StandardSave(state))
                 manager.save(done, args=save)
     draw(out, state, done)
@@ -221,6 +218,10 @@ def main() -> int:
         return run(settings, data=data, out=out or Path("runs", "dense" if settings.dense else "moe"), resume=resume)
     except (InputError, OSError) as error:
         parser.error(str(error))
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if "Unable to allocate" not in str(error) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        parser.error("not enough memory: choose a smaller model, or lower --batch or --context")
     except KeyboardInterrupt:
         parser.exit(130, "interrupted; what was saved before is whole\n")
 

@@ -32,6 +32,29 @@ ACTIVATIONS = {
     "squared_relu": eqx_moe.SquaredReLU(),
 }
 
+# Options of a layer.
+ALL = {
+    "expert_bias": True,
+    "router_bias": True,
+    "selection_bias": True,
+    "d_shared": 7,
+    "shared_gate": True,
+    "d_latent": 4,
+    "soft_cap": 2.0,
+}
+
+OPTIONS = {
+    "plain": {},
+    "expert_bias": {"expert_bias": True},
+    "router_bias": {"router_bias": True},
+    "selection_bias": {"selection_bias": True},
+    "soft_cap": {"soft_cap": 0.5},
+    "shared": {"d_shared": 7},
+    "shared_gate": {"d_shared": 7, "shared_gate": True},
+    "latent": {"d_latent": 4},
+    "all": ALL,
+}
+
 # Rows, and the sizes of the groups among them.
 SIZES = {
     "uniform": (24, [6, 6, 6, 6]),
@@ -142,3 +165,33 @@ def oracle_moe(moe: eqx_moe.MoE, x, mask=None):
         shared = moe.shared.activation(jnp.einsum("td,dgf->tgf", x, moe.shared.w_gate_up)) @ moe.shared.w_down
         y = y + (shared if moe.shared.w_gate is None else shared * jax.nn.sigmoid(x @ moe.shared.w_gate))
     return y
+
+
+# A kernel that compiles fast, for tests in which it makes no difference which one runs.
+FAST = eqx_moe.RaggedDot()
+SEVERAL = {"expert_bias": True, "selection_bias": True, "d_shared": 7, "shared_gate": True}
+
+
+def value_and_gradients(apply, moe, *arguments):
+    """Output, statistics, and the gradients of a loss of both, for the layer and the tokens."""
+
+    def loss(moe, x, *rest):
+        y, stats = apply(moe, x, *rest)
+        losses = 0.1 * eqx_moe.load_balance_loss(stats) + 0.1 * eqx_moe.router_z_loss(stats)
+        return jnp.sin(y).sum().astype(jnp.float32) + losses, (y, stats)
+
+    (_, out), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(moe, *arguments)
+    return out, gradients
+
+
+def count(program, name):
+    """How many equations of a jaxpr bind the primitive of this name."""
+    return sum(eqn.primitive.name == name for eqn in equations(program))
+
+
+def stack(trees):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def index(tree, i):
+    return jax.tree.map(lambda leaf: leaf[i], tree)

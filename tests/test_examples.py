@@ -22,5 +22,5 @@ def test_compose_learns(default_promotion):
 def test_custom_router_is_told_the_axis_and_both_sizes(default_promotion):
     message = load("custom_router").main()
     assert "'tokens k'" in message
-    assert "f32[10,2]" in message
+    assert "f32[1,2]" in message
     assert "k=3" in message

@@ -8,7 +8,7 @@ from jax.test_util import check_grads
 
 import eqx_moe
 
-from .helpers import KERNELS, SIZES, assert_close, assert_equal, oracle_grouped_matmul, relative_error
+from .helpers import KERNELS, SIZES, assert_close, assert_equal, normal, oracle_grouped_matmul, relative_error
 
 D_IN, D_OUT = 6, 10
 
@@ -228,3 +228,27 @@ def test_narrow_sizes_do_not_wrap():
 def test_vmap_of_width_zero():
     out = jax.vmap(eqx_moe.grouped_matmul, (0, None, 0))(jnp.ones((2, 4, 0)), jnp.ones((1, 0, 3)), jnp.full((2, 1), 4))
     assert_equal(out, jnp.zeros((2, 4, 3)))
+
+
+class Careless(eqx_moe.AbstractGroupedMatmul):
+    """A kernel that forgets to return the dtype it was given, and to transpose."""
+
+    def nn(self, x, w, sizes):
+        return eqx_moe.MaskedDense().nn(x, w, sizes).astype(jnp.bfloat16)
+
+    def nt(self, y, w, sizes):
+        return eqx_moe.MaskedDense().nn(y, w, sizes)
+
+    def tn(self, x, y, sizes):
+        return eqx_moe.MaskedDense().tn(x, y, sizes)
+
+
+def test_what_a_kernel_returns_is_checked():
+    x, w, sizes = normal(6, 4), normal(2, 4, 4), jnp.array([3, 3], jnp.int32)
+    with pytest.raises(ValueError, match=r"Careless\(\).nn returned bfloat16\[6, 4\], and must return float32\[6, 4\]"):
+        eqx_moe.grouped_matmul(x, w, sizes, matmul=Careless())
+
+
+def test_select_refuses_unknown_platforms():
+    with pytest.raises(ValueError, match="platform='gpu' must be one of cpu, cuda"):
+        eqx_moe.AutoGroupedMatmul().select(rows=1, d_in=1, d_out=1, experts=1, dtype=jnp.float32, platform="gpu")

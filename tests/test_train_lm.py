@@ -111,6 +111,15 @@ def test_dense_bfloat16_run_of_few_steps(workplace):
     assert not (workplace / "runs" / "dense" / "expert_load.png").exists()
 
 
+def test_diverged_run_stops_and_leaves_its_checkpoint(workplace):
+    arguments = ["--steps", 40, "--save-every", 2, "--learning-rate", 1e30]
+    process = start(*TINY, *arguments, "--data", "text", "--out", "diverged", cwd=workplace)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 2
+    assert re.search(r"error: the loss is (nan|inf) at step \d+: lower --learning-rate", err) and "Traceback" not in err
+    assert checkpoints(workplace / "diverged")
+
+
 @pytest.fixture
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Calls the example's `main` with wrong input; returns the one line that it says."""
@@ -139,7 +148,8 @@ WRONG_INPUT = {
     "--experts 0": "--experts must be a positive number, not 0",
     "--steps -1": "--steps must be a positive number, not -1",
     "--learning-rate nan": "--learning-rate must be a positive number, not nan",
-    "--seed -1": "--seed must be",
+    "--seed -1": "--seed must be in [0, 2**32), not -1",
+    "--d-ff 1000000000000": "not enough memory",
     "--heads 3": "--d-model 16 must be a multiple of twice --heads 3",
     "--batch many": "invalid int value: 'many'",
     "--colour red": "unrecognized arguments: --colour red",

@@ -11,6 +11,9 @@ from ._masked import MaskedDense
 from ._ragged import RaggedDot
 
 
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu", "other")
+
+
 @dataclasses.dataclass(frozen=True)
 class Selection:
     """What [`eqx_moe.AutoGroupedMatmul`][] chose, and why it rejected the rest; `print` it.
@@ -51,8 +54,12 @@ class AutoGroupedMatmul(AbstractGroupedMatmul):
         - `platform`: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`; by default the one JAX uses here.
 
         **Returns:** an [`eqx_moe.Selection`][].
+
+        **Raises:** `ValueError` for another platform.
         """
         platform = platform or _default_platform()
+        if platform not in PLATFORMS:
+            raise ValueError(f"platform={platform!r} must be one of {', '.join(PLATFORMS)}")
         problem = Problem(rows, d_in, d_out, experts, jax.numpy.dtype(dtype))
         reasons = [(kernel, kernel.why_not(platform, problem)) for kernel in self.candidates(platform)]
         chosen = next(kernel for kernel, reason in reasons if reason is None)

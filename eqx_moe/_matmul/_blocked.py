@@ -3,6 +3,7 @@
 import functools as ft
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -49,9 +50,10 @@ class BlockedDot(AbstractGroupedMatmul):
         them in their turn; only where no rows are left for that is it moved back and masked.
         """
         rows = x.shape[0]
-        x, w, sizes, out = match_varying(
-            x, w, sizes.astype(jnp.int32), lax.empty((rows, w.shape[2 - contract]), x.dtype)
-        )
+        # Left to itself, `lax.empty` forgets the mesh while it is traced (seen with jax 0.10.2 to 0.12.0).
+        unsharded = jax.typeof(x).sharding.update(spec=jax.P(None, None))
+        out = lax.empty((rows, w.shape[2 - contract]), x.dtype, out_sharding=unsharded)
+        x, w, sizes, out = match_varying(x, w, sizes.astype(jnp.int32), out)
 
         def visit(expert, start, stop, out):
             weights = lax.dynamic_index_in_dim(w, expert, keepdims=False)

@@ -25,7 +25,7 @@ from .._permute import (
     take_filled,
     token_index,
 )
-from .._vma import match_varying
+from .._vma import check_unsharded, match_varying, on_the_mesh, reshaped
 from ._base import AbstractGroupedMatmul, Problem, Product, group_of_row
 
 grouped_matmul_p = Primitive("moe_grouped_matmul")
@@ -40,6 +40,7 @@ def bind_product(
     gather: tuple[ArrayLike, ...] = (),
 ) -> Array:
     """Binds the primitive: `gather` is empty or `(order, position)`."""
+    check_unsharded(rows=a, weights=b, sizes=sizes)
     operands = match_varying(a, b, jnp.asarray(sizes).astype(jnp.int32), *gather)
     check_indexable(max(x.shape[0] for x in operands), "rows")
     return grouped_matmul_p.bind(*operands, product=product, matmul=matmul)
@@ -54,7 +55,7 @@ def _shape(product: Product, a, b, sizes, *gather) -> tuple[int, ...]:
 
 @grouped_matmul_p.def_abstract_eval
 def _abstract(a, b, sizes, *gather, product, matmul):
-    return a.update(shape=_shape(product, a, b, sizes, *gather), weak_type=False)
+    return reshaped(a, _shape(product, a, b, sizes, *gather))
 
 
 evaluate_compiled(grouped_matmul_p, static_argnames=("product", "matmul"))
@@ -68,17 +69,16 @@ def _run(a, b, sizes, *gather, product, matmul, platform):
     rows = gather[0].shape[0] if gather else a.shape[0]
     kernel = matmul.resolve(platform, Problem(rows, d_in, d_out, sizes.shape[0], a.dtype))
     index = [token_index(*gather)] if gather else []
-    match product:
-        case Product.NN:
-            return kernel.gathered_nn(a, *index, b, sizes) if gather else kernel.nn(a, b, sizes)
-        case Product.NT:
-            return kernel.nt(a, b, sizes)
-        case Product.TN:
-            return kernel.gathered_tn(a, *index, b, sizes) if gather else kernel.tn(a, b, sizes)
+    method = ("gathered_" if gather else "") + product.name.lower()
+    out = getattr(kernel, method)(a, *index, b, sizes)
+    if (out.shape, out.dtype) != (shape, a.dtype):
+        told = f"{out.dtype}{list(out.shape)}, and must return {a.dtype}{list(shape)}"
+        raise ValueError(f"{kernel}.{method} returned {told}")
+    return out
 
 
 for _platform in ("cpu", "cuda", "rocm", "tpu", None):
-    _lowering = mlir.lower_fun(ft.partial(_run, platform=_platform or "other"), multiple_results=False)
+    _lowering = mlir.lower_fun(ft.partial(on_the_mesh(_run), platform=_platform or "other"), multiple_results=False)
     mlir.register_lowering(grouped_matmul_p, _lowering, platform=_platform)
 
 
