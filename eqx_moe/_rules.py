@@ -19,7 +19,7 @@ class SoftmaxTopK(AbstractRoutingRule):
 
     - `k`: experts per token.
     - `renormalize`: whether the `k` weights of a token are divided by their sum. With `False` they are the
-      probabilities among all experts.
+      probabilities among all experts, as the router needs at `k=1`: a single weight divided by itself has no gradient.
     - `select_on_logits`: whether the selection bias and the groups see the logits instead of the probabilities, and the
       softmax is taken over the chosen logits only (as in Mixtral and gpt-oss). It requires `renormalize=True`, and
       without bias and groups it makes no difference.
@@ -61,7 +61,8 @@ class SigmoidTopK(AbstractRoutingRule):
     **Arguments:**
 
     - `k`: experts per token.
-    - `renormalize`: whether the `k` weights of a token are divided by their sum.
+    - `renormalize`: whether the `k` weights of a token are divided by their sum (at `k=1` the router then learns from
+      losses of its own only).
     - `scale`: multiplies every weight.
     - `groups`: an [`eqx_moe.GroupLimit`][], or `None` for none.
     """
@@ -89,7 +90,8 @@ class SqrtSoftplusTopK(AbstractRoutingRule):
     **Arguments:**
 
     - `k`: experts per token.
-    - `renormalize`: whether the `k` weights of a token are divided by their sum.
+    - `renormalize`: whether the `k` weights of a token are divided by their sum (at `k=1` the router then learns from
+      losses of its own only).
     - `scale`: multiplies every weight.
     - `groups`: an [`eqx_moe.GroupLimit`][], or `None` for none.
     """

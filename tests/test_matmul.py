@@ -252,3 +252,9 @@ def test_what_a_kernel_returns_is_checked():
 def test_select_refuses_unknown_platforms():
     with pytest.raises(ValueError, match="platform='gpu' must be one of cpu, cuda"):
         eqx_moe.AutoGroupedMatmul().select(rows=1, d_in=1, d_out=1, experts=1, dtype=jnp.float32, platform="gpu")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_rows_past_the_groups_are_zero_for_bad_weights_too(kernel):
+    x, w, sizes = jnp.ones((5, 3)), jnp.ones((2, 3, 4)).at[0].set(jnp.nan), jnp.array([2, 2], jnp.int32)
+    assert not eqx_moe.grouped_matmul(x, w, sizes, matmul=KERNELS[kernel])[4].any()

@@ -10,7 +10,6 @@ from ._blocked import BlockedDot
 from ._masked import MaskedDense
 from ._ragged import RaggedDot
 
-
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu", "other")
 
 

@@ -13,7 +13,7 @@ class MaskedDense(AbstractGroupedMatmul):
 
     It costs `experts` times the arithmetic of the other kernels and the memory of `rows * experts * d_in` numbers, and
     is here to be obviously right: the other kernels are tested against it. Nothing past the groups reaches the result,
-    but a NaN or an infinity within a group, or in its weights, spreads to the other groups; so it does in
+    but a NaN or an infinity within a group, or in its weights, may spread to other groups; so it may in
     [`eqx_moe.RaggedDot`][], while [`eqx_moe.BlockedDot`][] keeps groups apart.
     """
 
@@ -34,7 +34,7 @@ class MaskedDense(AbstractGroupedMatmul):
         return _einsum("reb,rc->ebc", _spread(x, sizes), y)
 
     def _rows(self, equation: str, x: Array, w: Array, sizes: Array) -> Array:
-        return _einsum(equation, _spread(x, sizes), w)
+        return jnp.where(in_groups(x.shape[0], sizes), _einsum(equation, _spread(x, sizes), w), 0)
 
 
 def _spread(x: Float[Array, "rows d_in"], sizes: Int[Array, " experts"]) -> Float[Array, "rows experts d_in"]:
