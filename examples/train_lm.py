@@ -141,11 +141,11 @@ def open_checkpoints(folder: Path, made_with: dict[str, Any], *, resume: bool) -
 
 def draw(folder: Path, state: State, done: int):
     steps = np.arange(1, done + 1)
-    axes = Figure(layout="constrained").add_subplot(xlabel="step", ylabel="cross-entropy, nats per byte")
+    axes = (figure := Figure(layout="constrained")).add_subplot(xlabel="step", ylabel="cross-entropy, nats per byte")
     axes.plot(steps, state.losses[:done], linewidth=0.7, label="training")
     axes.plot(steps, state.held_out_losses[:done], "o", label="held out")
     axes.legend()
-    axes.figure.savefig(folder / "loss.png")
+    figure.savefig(folder / "loss.png")
     if state.loads.any():
         eqx_moe.plot_load(state.loads[:done], steps=steps).savefig(folder / "expert_load.png")
 

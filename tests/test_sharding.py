@@ -87,9 +87,9 @@ class TestExplicitAxes:
     def test_replicated_tokens(self, kernel):
         moe, x = make_moe(matmul=KERNELS[kernel], **SEVERAL), normal(3, 8, 8)
         expected = jax.jit(lambda moe, x: value_and_gradients(lambda moe, x: moe(x), moe, x))(moe, x)
-        replicated = jax.NamedSharding(self.mesh(), PartitionSpec())
-        moe, x = jax.device_put((moe, x), replicated)
-        with jax.set_mesh(replicated.mesh):
+        mesh = self.mesh()
+        moe, x = jax.device_put((moe, x), jax.NamedSharding(mesh, PartitionSpec()))
+        with jax.set_mesh(mesh):
             assert_close(jax.jit(lambda *args: value_and_gradients(lambda moe, x: moe(x), *args))(moe, x), expected)
             batched = jax.jit(lambda moe, x: jnp.sin(jax.vmap(moe)(x)[0]).sum())
             assert_close(batched(moe, x), jnp.sin(expected[0][0]).sum())
