@@ -13,8 +13,10 @@ with _install_import_hook("eqx_moe", "beartype.beartype"):
     from ._activations import SwiGLU as SwiGLU
     from ._experts import PRE_ACTIVATION as PRE_ACTIVATION
     from ._experts import Experts as Experts
-    from ._experts import gathered_mlp as gathered_mlp
     from ._experts import grouped_mlp as grouped_mlp
+    from ._experts import routed_mlp as routed_mlp
+    from ._explain import Explanation as Explanation
+    from ._explain import explain as explain
     from ._grouping import Grouping as Grouping
     from ._grouping import combine as combine
     from ._grouping import dispatch as dispatch
@@ -29,11 +31,16 @@ with _install_import_hook("eqx_moe", "beartype.beartype"):
     from ._matmul._auto import Selection as Selection
     from ._matmul._base import AbstractGroupedMatmul as AbstractGroupedMatmul
     from ._matmul._base import Problem as Problem
+    from ._matmul._base import Product as Product
+    from ._matmul._base import Side as Side
     from ._matmul._blocked import BlockedDot as BlockedDot
+    from ._matmul._functions import combined_matmul as combined_matmul
     from ._matmul._functions import gathered_matmul as gathered_matmul
     from ._matmul._functions import grouped_matmul as grouped_matmul
     from ._matmul._masked import MaskedDense as MaskedDense
     from ._matmul._ragged import RaggedDot as RaggedDot
+    from ._matmul._te_gemm import TEGroupedGemm as TEGroupedGemm
+    from ._matmul._tiled import TiledDot as TiledDot
     from ._moe import LatentProjection as LatentProjection
     from ._moe import MoE as MoE
     from ._moe import SharedExperts as SharedExperts
@@ -50,6 +57,7 @@ with _install_import_hook("eqx_moe", "beartype.beartype"):
     from ._rules import SoftmaxTopK as SoftmaxTopK
     from ._rules import SqrtSoftplusTopK as SqrtSoftplusTopK
     from ._select import EXPERT_IDS as EXPERT_IDS
+    from ._select import EXPERT_LOGITS as EXPERT_LOGITS
     from ._select import GroupLimit as GroupLimit
     from ._select import select_experts as select_experts
     from ._stats import MoEStats as MoEStats
@@ -60,5 +68,8 @@ with _install_import_hook("eqx_moe", "beartype.beartype"):
     from ._stats import padding_waste as padding_waste
     from ._stats import routing_stats as routing_stats
     from ._stats import total_stats as total_stats
+    from ._te import import_early as _import_early
+
+_import_early()
 
 __version__ = "0.1.0"

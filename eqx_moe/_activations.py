@@ -1,12 +1,14 @@
 """Activations of an expert: from the output of its up-projection(s) to the input of its down-projection."""
 
 import abc
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from ._dtypes import accumulator
 
 if TYPE_CHECKING:  # type checkers know only the concrete form
     from typing import ClassVar as AbstractClassVar
@@ -24,8 +26,18 @@ class AbstractActivation(eqx.Module):
     gates: AbstractClassVar[int]
 
     @abc.abstractmethod
+    def of_parts(self, *parts: Any, **_: Any) -> Float[Array, "*rows d_ff"]:
+        """The activation of the gate and the up-projection, or of the latter alone; elementwise.
+
+        **Arguments:** `gates` arrays of one shape, in at least float32.
+
+        **Returns:** an array of that shape.
+        """
+
     def __call__(self, h: Float[Array, "*rows gates d_ff"]) -> Float[Array, "*rows d_ff"]:
-        """Elementwise over everything but the `gates` axis."""
+        """The activation of `h`, whose `gates` axis holds the parts."""
+        check_gates(self, h.shape[-2])
+        return self.of_parts(*(h[..., i, :] for i in range(h.shape[-2])))
 
 
 class SwiGLU(AbstractActivation):
@@ -33,8 +45,7 @@ class SwiGLU(AbstractActivation):
 
     gates: ClassVar[int] = 2
 
-    def __call__(self, h: Float[Array, "*rows gates d_ff"]) -> Float[Array, "*rows d_ff"]:
-        gate, up = _split(self, h)
+    def of_parts(self, gate: Float[Array, "*rows d_ff"], up: Float[Array, "*rows d_ff"]) -> Float[Array, "*rows d_ff"]:
         return jax.nn.silu(gate) * up
 
 
@@ -49,8 +60,7 @@ class GeGLU(AbstractActivation):
     gates: ClassVar[int] = 2
     approximate: bool = eqx.field(static=True, default=False)
 
-    def __call__(self, h: Float[Array, "*rows gates d_ff"]) -> Float[Array, "*rows d_ff"]:
-        gate, up = _split(self, h)
+    def of_parts(self, gate: Float[Array, "*rows d_ff"], up: Float[Array, "*rows d_ff"]) -> Float[Array, "*rows d_ff"]:
         return jax.nn.gelu(gate, approximate=self.approximate) * up
 
 
@@ -59,8 +69,7 @@ class ReGLU(AbstractActivation):
 
     gates: ClassVar[int] = 2
 
-    def __call__(self, h: Float[Array, "*rows gates d_ff"]) -> Float[Array, "*rows d_ff"]:
-        gate, up = _split(self, h)
+    def of_parts(self, gate: Float[Array, "*rows d_ff"], up: Float[Array, "*rows d_ff"]) -> Float[Array, "*rows d_ff"]:
         return jax.nn.relu(gate) * up
 
 
@@ -84,8 +93,7 @@ class ClampedSwiGLU(AbstractActivation):
         if self.limit <= 0:
             raise ValueError(f"limit={self.limit} must be positive")
 
-    def __call__(self, h: Float[Array, "*rows gates d_ff"]) -> Float[Array, "*rows d_ff"]:
-        gate, up = _split(self, h)
+    def of_parts(self, gate: Float[Array, "*rows d_ff"], up: Float[Array, "*rows d_ff"]) -> Float[Array, "*rows d_ff"]:
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         return gate * jax.nn.sigmoid(self.alpha * gate) * (up + self.offset)
 
@@ -101,8 +109,7 @@ class GELU(AbstractActivation):
     gates: ClassVar[int] = 1
     approximate: bool = eqx.field(static=True, default=False)
 
-    def __call__(self, h: Float[Array, "*rows gates d_ff"]) -> Float[Array, "*rows d_ff"]:
-        (up,) = _split(self, h)
+    def of_parts(self, up: Float[Array, "*rows d_ff"]) -> Float[Array, "*rows d_ff"]:
         return jax.nn.gelu(up, approximate=self.approximate)
 
 
@@ -111,18 +118,21 @@ class SquaredReLU(AbstractActivation):
 
     gates: ClassVar[int] = 1
 
-    def __call__(self, h: Float[Array, "*rows gates d_ff"]) -> Float[Array, "*rows d_ff"]:
-        (up,) = _split(self, h)
+    def of_parts(self, up: Float[Array, "*rows d_ff"]) -> Float[Array, "*rows d_ff"]:
         return jnp.square(jax.nn.relu(up))
+
+
+def weighted_activation(
+    h: Float[Array, "rows gates d_ff"], weights: Float[Array, " rows"] | None, activation: AbstractActivation
+) -> Float[Array, "rows d_ff"]:
+    """The activation times the row's weight, computed in at least float32 and rounded once."""
+    wide = h.astype(accumulator(h.dtype))
+    act = activation(wide)
+    act = act if weights is None else act * weights.astype(wide.dtype)[:, None]
+    return act.astype(h.dtype)
 
 
 def check_gates(activation: AbstractActivation, gates: int) -> None:
     """Raises `ValueError` unless `gates` is what the activation needs."""
     if gates != activation.gates:
         raise ValueError(f"gates: {activation} needs {activation.gates}, got {gates}")
-
-
-def _split(activation: AbstractActivation, h: Float[Array, "*rows gates d_ff"]) -> list[Array]:
-    """The slices of `h` along its `gates` axis."""
-    check_gates(activation, h.shape[-2])
-    return [h[..., i, :] for i in range(h.shape[-2])]

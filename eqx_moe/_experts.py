@@ -1,20 +1,19 @@
 """The experts: two grouped matmuls with a weighted activation between them."""
 
-import functools as ft
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from ._activated import activated_matmul
 from ._activations import AbstractActivation, SwiGLU, check_gates
-from ._dtypes import accumulator
 from ._grouping import Grouping
 from ._init import check_positive, scaled_normal
 from ._matmul._auto import AutoGroupedMatmul
-from ._matmul._base import AbstractGroupedMatmul
-from ._matmul._functions import gathered_matmul, grouped_matmul
+from ._matmul._base import AbstractGroupedMatmul, Product, Side
+from ._matmul._functions import check_dtypes, gathered_matmul, grouped_matmul
+from ._matmul._primitive import bind_product
 
 # The name under which the experts' pre-activation is known to `jax.checkpoint` policies.
 PRE_ACTIVATION = "moe_pre_activation"
@@ -56,10 +55,11 @@ def grouped_mlp(
     """
     check_gates(activation, w_gate_up.shape[2])
     up = grouped_matmul(rows, w_gate_up.reshape(*w_gate_up.shape[:2], -1), sizes, matmul=matmul)
-    return _from_pre_activation(up, sizes, w_gate_up, w_down, weights, b_gate_up, b_down, activation, matmul)
+    check_dtypes(rows, w_down)
+    return _from_pre_activation(up, sizes, (), w_gate_up, w_down, weights, b_gate_up, b_down, activation, matmul)
 
 
-def gathered_mlp(
+def routed_mlp(
     x: Float[Array, "tokens d_model"],
     grouping: Grouping,
     w_gate_up: Float[Array, "experts d_model gates d_ff"],
@@ -70,9 +70,11 @@ def gathered_mlp(
     b_down: Float[Array, "experts d_model"] | None = None,
     activation: AbstractActivation = SwiGLU(),
     matmul: AbstractGroupedMatmul = AutoGroupedMatmul(),
-) -> Float[Array, "rows d_model"]:
-    """`grouped_mlp(dispatch(x, grouping), grouping.sizes, ...)`, keeping `x` instead of its `rows` copies for the
-    backward pass.
+) -> Float[Array, "tokens d_model"]:
+    """Every token through the MLPs of its experts: `combine(grouped_mlp(dispatch(x, grouping), ...), grouping)`.
+
+    For the backward pass it keeps `x` instead of its `rows` copies, and kernels that gather while they load never write
+    these, nor those of the cotangent.
 
     **Arguments:**
 
@@ -80,14 +82,15 @@ def gathered_mlp(
     - `grouping`: an [`eqx_moe.Grouping`][] of the same tokens and experts.
     - The rest are those of [`eqx_moe.grouped_mlp`][].
 
-    **Returns:** `[rows, d_model]`, of the dtype of `x`.
+    **Returns:** `[tokens, d_model]`, of the dtype of `x`; zero for tokens that are routed nowhere.
 
     **Raises:** `ValueError` if the dtypes of `x` and of the matrices differ, or `gates` does not fit the activation.
     """
     check_gates(activation, w_gate_up.shape[2])
     up = gathered_matmul(x, w_gate_up.reshape(*w_gate_up.shape[:2], -1), grouping, matmul=matmul)
-    sizes = grouping.sizes
-    return _from_pre_activation(up, sizes, w_gate_up, w_down, weights, b_gate_up, b_down, activation, matmul)
+    check_dtypes(x, w_down)
+    sizes, gather = grouping.sizes, (grouping.order, grouping.position)
+    return _from_pre_activation(up, sizes, gather, w_gate_up, w_down, weights, b_gate_up, b_down, activation, matmul)
 
 
 class Experts(eqx.Module):
@@ -141,27 +144,17 @@ class Experts(eqx.Module):
         x: Float[Array, "tokens d_model"],
         grouping: Grouping,
         weights: Float[Array, " rows"] | None = None,
-    ) -> Float[Array, "rows d_model"]:
-        """[`eqx_moe.gathered_mlp`][] with these parameters, cast to the dtype of `x`."""
+    ) -> Float[Array, "tokens d_model"]:
+        """[`eqx_moe.routed_mlp`][] with these parameters, cast to the dtype of `x`."""
         # Rematerialised around the casts, so that casted copies of the weights do not live until the backward pass.
         policy = jax.checkpoint_policies.save_only_these_names(PRE_ACTIVATION)
         return jax.checkpoint(_cast_and_run, policy=policy)(self, x, grouping, weights)
 
 
-def weighted_activation(
-    h: Float[Array, "rows gates d_ff"], weights: Float[Array, " rows"] | None, activation: AbstractActivation
-) -> Float[Array, "rows d_ff"]:
-    """The activation times the row's weight, computed in at least float32 and rounded once."""
-    wide = h.astype(accumulator(h.dtype))
-    act = activation(wide)
-    act = act if weights is None else act * weights.astype(wide.dtype)[:, None]
-    return act.astype(h.dtype)
-
-
 def _cast_and_run(
     experts: Experts, x: Float[Array, "tokens d_model"], grouping: Grouping, weights: Float[Array, " rows"] | None
-) -> Float[Array, "rows d_model"]:
-    return gathered_mlp(
+) -> Float[Array, "tokens d_model"]:
+    return routed_mlp(
         x,
         grouping,
         experts.w_gate_up.astype(x.dtype),
@@ -177,6 +170,7 @@ def _cast_and_run(
 def _from_pre_activation(
     up: Float[Array, "rows up"],
     sizes: Int[Array, " experts"],
+    gather: tuple[Array, ...],
     w_gate_up: Float[Array, "experts d_model gates d_ff"],
     w_down: Float[Array, "experts d_ff d_model"],
     weights: Float[Array, " rows"] | None,
@@ -184,30 +178,27 @@ def _from_pre_activation(
     b_down: Float[Array, "experts d_model"] | None,
     activation: AbstractActivation,
     matmul: AbstractGroupedMatmul,
-) -> Float[Array, "rows d_model"]:
+) -> Float[Array, "n d_model"]:
+    """`n` are the tokens if `gather` is `(order, position)`, and the rows if it is `()`."""
+    weights = jnp.ones(up.shape[0], up.dtype) if weights is None else weights
     if b_gate_up is not None:
         bias = b_gate_up.reshape(b_gate_up.shape[0], up.shape[1])
-        up = up + _row_bias(jnp.ones(up.shape[0], up.dtype), bias, sizes, matmul)
+        up = up + _row_bias(jnp.ones(up.shape[0], up.dtype), bias, sizes, (), matmul)
     h = checkpoint_name(up.reshape(up.shape[0], *w_gate_up.shape[2:]), PRE_ACTIVATION)
-    # Rematerialised: only its inputs live until the backward pass, the activation does not.
-    down = jax.checkpoint(ft.partial(_activate_and_project, activation=activation, matmul=matmul))
-    out = down(h, weights, w_down, sizes)
+    out = activated_matmul(h, weights, w_down, sizes, gather, activation=activation, matmul=matmul)
     if b_down is not None:
-        share = jnp.ones(up.shape[0], up.dtype) if weights is None else weights.astype(up.dtype)
-        out = out + _row_bias(share, b_down, sizes, matmul)
+        out = out + _row_bias(weights.astype(up.dtype), b_down, sizes, gather, matmul)
     return out
-
-
-def _activate_and_project(h, weights, w_down, sizes, *, activation, matmul):
-    return grouped_matmul(weighted_activation(h, weights, activation), w_down, sizes, matmul=matmul)
 
 
 def _row_bias(
     share: Float[Array, " rows"],
     bias: Float[Array, "experts d_out"],
     sizes: Int[Array, " experts"],
+    gather: tuple[Array, ...],
     matmul: AbstractGroupedMatmul,
-) -> Float[Array, "rows d_out"]:
+) -> Float[Array, "n d_out"]:
     """`share` times the bias of the row's expert: a grouped matmul of inner width 1, so that its gradient is the same
     deterministic sum per group, and rows of no group get none."""
-    return grouped_matmul(share[:, None], bias.astype(share.dtype)[:, None, :], sizes, matmul=matmul)
+    bias, side = bias.astype(share.dtype)[:, None, :], Side.OUT if gather else Side.NONE
+    return bind_product(Product.NN, matmul, share[:, None], bias, sizes, gather, side)

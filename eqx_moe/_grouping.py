@@ -1,12 +1,20 @@
 """Grouping: from the experts of every token to rows sorted by expert, and back."""
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32
 
+from ._grouping_pallas import group_by_counting
+from ._pallas import why_no_pallas
 from ._permute import check_indexable, combine_rows, dispatch_rows
 from ._routing import Routing, known_or_none
 from ._vma import check_unsharded
+
+# `k * experts` up to which counting is faster than sorting on an H200: 48 against 119 us at 8 * 128 and 24576 tokens,
+# 350 against 140 at 16 * 256 and 32768 tokens.
+_MOST_TO_COUNT = 1024
 
 
 class Grouping(eqx.Module):
@@ -37,14 +45,14 @@ def group_by_expert(routing: Routing) -> Grouping:
     check_unsharded(tokens=routing.experts)
     rows = routing.experts.size
     check_indexable(rows, "tokens * k")
-    experts = known_or_none(routing.experts, routing.num_experts).reshape(-1)
-    index = jnp.arange(rows, dtype=jnp.int32)
-    order, sizes = _sort(experts, index, routing.num_experts)
-    position = jnp.zeros(rows, jnp.int32).at[order].set(index, unique_indices=True)
-    # The assignments of tokens that are routed nowhere were sorted past the last group.
-    order = jnp.where(index < sizes.sum(dtype=sizes.dtype), order, rows)
-    position = jnp.where(experts < routing.num_experts, position, rows)
-    return Grouping(order, position.reshape(routing.experts.shape), sizes)
+    experts = known_or_none(routing.experts, routing.num_experts)
+    by_sorting = lambda experts: _group_by_sorting(experts, routing.num_experts)
+    k = experts.shape[1]
+    if why_no_pallas("cuda") is None and 0 < rows and k * routing.num_experts <= _MOST_TO_COUNT:
+        by_counting = jax.custom_batching.custom_vmap(lambda experts: group_by_counting(experts, routing.num_experts))
+        by_counting.def_vmap(lambda n, _, experts: (jax.vmap(by_sorting)(experts), (True, True, True)))
+        return Grouping(*lax.platform_dependent(experts, cuda=by_counting, default=by_sorting))
+    return Grouping(*by_sorting(experts))
 
 
 def dispatch(x: Float[Array, "tokens d_model"], grouping: Grouping) -> Float[Array, "rows d_model"]:
@@ -89,6 +97,18 @@ def row_weights(routing: Routing, grouping: Grouping) -> Float32[Array, " rows"]
     if routing.num_experts != grouping.sizes.shape[0]:
         raise ValueError(f"experts: the routing has {routing.num_experts}, the grouping {grouping.sizes.shape[0]}")
     return dispatch_rows(routing.weights.reshape(-1, 1), grouping.order, grouping.position.reshape(-1, 1))[:, 0]
+
+
+def _group_by_sorting(experts: Int[Array, "tokens k"], num_experts: int) -> tuple[Array, Array, Array]:
+    """`order`, `position` and `sizes`; ids of `num_experts` belong nowhere."""
+    flat, rows = experts.reshape(-1), experts.size
+    index = jnp.arange(rows, dtype=jnp.int32)
+    order, sizes = _sort(flat, index, num_experts)
+    position = jnp.zeros(rows, jnp.int32).at[order].set(index, unique_indices=True)
+    # The assignments of tokens that are routed nowhere were sorted past the last group.
+    order = jnp.where(index < sizes.sum(dtype=sizes.dtype), order, rows)
+    position = jnp.where(flat < num_experts, position, rows)
+    return order, position.reshape(experts.shape), sizes
 
 
 def _sort(experts: Int[Array, " rows"], index: Int[Array, " rows"], num_experts: int) -> tuple[Array, Array]:

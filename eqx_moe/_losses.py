@@ -74,7 +74,7 @@ def router_z_loss(stats: MoEStats, *, axis_name: str | tuple[str, ...] | None = 
 
 
 def sign_bias_update(
-    bias: Float[Array, " experts"], load: Int[Array, " experts"], *, rate: float | int
+    bias: Float[Array, " experts"], load: Int[Array, " experts"], *, rate: float | int | Float[Array, ""]
 ) -> Float[Array, " experts"]:
     """One step of aux-loss-free balancing ([arXiv:2408.15664](https://arxiv.org/abs/2408.15664)): the selection bias of
     every expert below the mean load rises by `rate`, that of every expert above it falls.
@@ -86,7 +86,7 @@ def sign_bias_update(
 
     - `bias`: `[experts]`.
     - `load`: int, `[experts]`, of everything since the last update.
-    - `rate`: 0.001 is common; the scores it competes with lie between 0 and 1.
+    - `rate`: a number or a scalar array; 0.001 is common; the scores it competes with lie between 0 and 1.
 
     **Returns:** the new bias, of the dtype of the old one.
     """
@@ -94,7 +94,7 @@ def sign_bias_update(
 
 
 def proportional_bias_update(
-    bias: Float[Array, " experts"], load: Int[Array, " experts"], *, rate: float | int
+    bias: Float[Array, " experts"], load: Int[Array, " experts"], *, rate: float | int | Float[Array, ""]
 ) -> Float[Array, " experts"]:
     """Like [`eqx_moe.sign_bias_update`][], by `rate` times the shortfall as a share of the mean load.
 
@@ -102,7 +102,7 @@ def proportional_bias_update(
 
     - `bias`: `[experts]`.
     - `load`: int, `[experts]`, of everything since the last update.
-    - `rate`: change for an expert without any load.
+    - `rate`: a number or a scalar array; the change for an expert without any load.
 
     **Returns:** the new bias, of the dtype of the old one.
     """

@@ -9,15 +9,15 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32
 
-from ._activations import AbstractActivation, SwiGLU
-from ._experts import PRE_ACTIVATION, Experts, weighted_activation
-from ._grouping import Grouping, combine, group_by_expert, row_weights
+from ._activations import AbstractActivation, SwiGLU, weighted_activation
+from ._experts import PRE_ACTIVATION, Experts
+from ._grouping import Grouping, group_by_expert, row_weights
 from ._init import check_positive, scaled_normal
 from ._matmul._auto import AutoGroupedMatmul
 from ._matmul._base import AbstractGroupedMatmul
 from ._router import Router, SelectionBias
 from ._routing import AbstractRoutingRule, Routing, mask_routing, router_logits
-from ._select import EXPERT_IDS
+from ._select import EXPERT_IDS, EXPERT_LOGITS
 from ._stats import MoEStats, routing_stats
 
 
@@ -166,8 +166,7 @@ class MoE(eqx.Module):
             tokens = jnp.where(mask[:, None], tokens, 0)
         routing, grouping, stats = self.route(tokens, mask=mask, key=key)
         inner = tokens if self.latent is None else _project(tokens, self.latent.down)
-        rows = self.experts(inner, grouping, row_weights(routing, grouping))
-        y = combine(rows, grouping)
+        y = self.experts(inner, grouping, row_weights(routing, grouping))
         y = y if self.latent is None else _project(y, self.latent.up)
         y = y if self.shared is None else y + self.shared(tokens)
         y = y if mask is None else jnp.where(mask[:, None], y, 0)
@@ -176,9 +175,10 @@ class MoE(eqx.Module):
     def route(
         self, x: Float[Array, "tokens d_model"], *, mask: Bool[Array, " tokens"] | None = None, key: Array | None = None
     ) -> tuple[Routing, Grouping, MoEStats]:
-        """Where the tokens go. The backward pass computes the logits again, but not the choice of experts."""
-        policy = jax.checkpoint_policies.save_only_these_names(EXPERT_IDS)
-        bias = None if self.selection_bias is None else self.selection_bias.value
+        """Where the tokens go. The backward pass never chooses experts again, and computes the logits again only for
+        losses that need all of them."""
+        policy = jax.checkpoint_policies.save_only_these_names(EXPERT_IDS, EXPERT_LOGITS)
+        bias = None if self.selection_bias is None else self.selection_bias.value.astype(jnp.float32)
         return jax.checkpoint(ft.partial(_route, rule=self.rule), policy=policy)(self.router, x, bias, mask, key)
 
 
@@ -220,7 +220,7 @@ def _route(
 
 def _check_rule(rule: AbstractRoutingRule, num_experts: int) -> None:
     """Lets the rule route one token, without computing anything, so that what does not fit is told before training."""
-    run = lambda logits: _check_routing(logits, rule(logits), rule.k)
+    run = lambda logits: _check_routing(logits, rule(logits, bias=None), rule.k)
     jax.eval_shape(run, jax.ShapeDtypeStruct((1, num_experts), jnp.float32))
 
 

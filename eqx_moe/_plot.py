@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ._stats import MoEStats
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -26,6 +28,8 @@ def plot_load(load: Any, *, steps: Any = None) -> "Figure":
     except ImportError as error:
         raise ImportError("plot_load needs matplotlib: pip install 'eqx_moe[plot]'") from error
 
+    if isinstance(load, MoEStats):
+        raise ValueError("plot_load takes the counts: pass stats.load")
     counts = np.asarray(load, dtype=np.float64)
     counts = counts[:, None, :] if counts.ndim == 2 else counts
     if counts.ndim != 3 or 0 in counts.shape:
@@ -48,5 +52,5 @@ def plot_load(load: Any, *, steps: Any = None) -> "Figure":
         ]
         panel.set_ylabel(f"layer {layer}\nexpert")
     panels[-1].set_xlabel("step")
-    figure.colorbar(images[0], ax=list(panels), label="load / mean load")
+    figure.colorbar(images[0], ax=list(panels), label="load / mean load", extend="max")
     return figure

@@ -6,10 +6,11 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float32, Int32
 
 from ._routing import AbstractRoutingRule, Routing
-from ._select import GroupLimit, select_experts
+from ._select import EXPERT_LOGITS, GroupLimit, select_experts
 
 
 class SoftmaxTopK(AbstractRoutingRule):
@@ -49,7 +50,7 @@ class SoftmaxTopK(AbstractRoutingRule):
         scores = logits if on_logits else self.probabilities(logits)
         experts = select_experts(scores, self.k, bias=bias, groups=self.groups)
         if self.renormalize:  # the same quotient as dividing the probabilities by their sum, without underflow
-            weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=-1), axis=-1)
+            weights = jax.nn.softmax(_chosen(logits, experts), axis=-1)
         else:
             weights = jnp.take_along_axis(self.probabilities(logits), experts, axis=-1)
         return Routing(experts, weights * self.scale, logits.shape[-1])
@@ -120,6 +121,11 @@ def _check_options(k: int, scale: float | int) -> None:
         raise ValueError(f"scale={scale} must be finite")
 
 
+def _chosen(logits: Float32[Array, "tokens experts"], experts: Int32[Array, "tokens k"]) -> Float32[Array, "tokens k"]:
+    """The logits of the chosen experts, by a name: whoever keeps them need not compute all of them again."""
+    return checkpoint_name(jnp.take_along_axis(logits, experts, axis=-1), EXPERT_LOGITS)
+
+
 def _route_by_score(
     rule: SigmoidTopK | SqrtSoftplusTopK,
     logits: Float32[Array, "tokens experts"],
@@ -129,7 +135,7 @@ def _route_by_score(
 ) -> Routing:
     """Weights are the chosen scores themselves, whatever bias chose them."""
     experts = select_experts(score(logits), rule.k, bias=bias, groups=rule.groups)
-    chosen = jnp.take_along_axis(logits, experts, axis=-1)
+    chosen = _chosen(logits, experts)
     # The softmax of logarithms is the division by the sum, without its underflow at very negative logits.
     weights = jax.nn.softmax(log_score(chosen), axis=-1) if rule.renormalize else score(chosen)
     return Routing(experts, weights * rule.scale, logits.shape[-1])

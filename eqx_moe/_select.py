@@ -9,8 +9,15 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32
 
-# The name under which the chosen experts are known to `jax.checkpoint` policies.
+from ._pallas import why_no_pallas
+from ._select_pallas import top_k_in_one_pass
+
+# The names under which the chosen experts and their logits are known to `jax.checkpoint` policies.
 EXPERT_IDS = "moe_expert_ids"
+EXPERT_LOGITS = "moe_expert_logits"
+
+# Experts whose scores one program can hold.
+_WIDEST = 2048
 
 
 class GroupLimit(eqx.Module):
@@ -71,7 +78,7 @@ def select_experts(
     scores = jnp.where(scores == 0, 0.0, scores)  # `lax.top_k` puts -0.0 below 0.0: no tie
     if groups is not None:
         scores = _keep_best_groups(scores, k, groups)
-    return checkpoint_name(lax.platform_dependent(scores, **_top_k_by_platform(k)), EXPERT_IDS)
+    return checkpoint_name(_top_k(scores, k), EXPERT_IDS)
 
 
 def _keep_best_groups(scores: Array, k: int, groups: GroupLimit) -> Array:
@@ -89,13 +96,30 @@ def _keep_best_groups(scores: Array, k: int, groups: GroupLimit) -> Array:
     return jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(tokens, experts)
 
 
-def _top_k_by_platform(k: int) -> dict[str, Callable[[Array], Array]]:
-    """What to run where, as measured: for 16384 tokens and 128 experts `lax.top_k` / `k` passes took, for k of 1, 2, 4
-    and 8, 7.5/4.5, 11/9, 16/19, 28/37 ms on two CPU cores and 0.15/0.07, 0.17/0.08, 0.16/0.11, 0.19/0.15 on an H200."""
-    passes = lambda scores: _top_k_by_passes(scores, k)
+def _top_k(scores: Array, k: int) -> Array:
+    """What is fastest where. For 128 experts, 16384 tokens and k of 1, 2, 4, 8, `lax.top_k` / `k` passes took 7.5/4.5,
+    11/9, 16/19, 28/37 ms on two CPU cores; for 24576 tokens and k of 8, `lax.top_k` / one pass took 90/16 us on an
+    H200."""
     whole = lambda scores: lax.top_k(scores, k)[1].astype(jnp.int32)
-    few = {"cpu": 2, "cuda": 8}
-    return {platform: passes if k <= most else whole for platform, most in few.items()} | {"default": whole}
+    passes = lambda scores: _top_k_by_passes(scores, k)
+    branches: dict[str, Callable[[Array], Array]] = {"cpu": passes} if k <= 2 else {}
+    if why_no_pallas("cuda") is None and scores.dtype == jnp.float32 and scores.shape[1] <= _WIDEST and scores.size:
+        branches["cuda"] = _folded_under_vmap(lambda scores: top_k_in_one_pass(scores, k))
+    elif k <= 8:
+        branches["cuda"] = passes
+    return lax.platform_dependent(scores, **branches, default=whole)
+
+
+def _folded_under_vmap(select: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """Of all examples' tokens at once: Pallas would give every example a grid of its own."""
+    select = jax.custom_batching.custom_vmap(select)
+
+    @select.def_vmap
+    def _(n: int, _, scores: Array) -> tuple[Array, bool]:
+        ids = select(scores.reshape(n * scores.shape[1], scores.shape[2]))
+        return ids.reshape(n, scores.shape[1], ids.shape[1]), True
+
+    return select
 
 
 def _top_k_by_passes(scores: Array, k: int) -> Array:

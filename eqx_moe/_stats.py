@@ -89,7 +89,7 @@ def expert_load(routing: Routing) -> Int32[Array, " experts"]:
 
 
 def total_stats(stats: MoEStats, *, axis_name: str | tuple[str, ...] | None = None) -> MoEStats:
-    """Sums statistics over their leading axes, and over devices.
+    """Sums statistics over their leading axes, and over devices. (Those of two calls: `jax.tree.map(jnp.add, a, b)`.)
 
     **Arguments:**
 

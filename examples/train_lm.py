@@ -121,7 +121,7 @@ def read(manager: ocp.CheckpointManager, **items: Any) -> Any:
     try:
         return manager.restore(manager.latest_step(), args=ocp.args.Composite(**items))
     except Exception as error:  # Orbax has many kinds; for the user they are one.
-        raise InputError(f"the newest checkpoint in {manager.directory} is damaged ({type(error).__name__})") from error
+        raise InputError(f"{manager.directory}/{manager.latest_step()} is damaged: delete it, then resume") from error
 
 
 def open_checkpoints(folder: Path, made_with: dict[str, Any], *, resume: bool) -> ocp.CheckpointManager:

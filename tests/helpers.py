@@ -18,6 +18,7 @@ KERNELS = {
     "ragged": eqx_moe.RaggedDot(),
     "blocked": eqx_moe.BlockedDot(),
     "blocked_3_4": eqx_moe.BlockedDot(blocks=(3, 4)),
+    "tiled": eqx_moe.TiledDot(interpret=True),
 }
 
 ACTIVATIONS = {
@@ -187,6 +188,12 @@ def value_and_gradients(apply, moe, *arguments):
 def count(program, name):
     """How many equations of a jaxpr bind the primitive of this name."""
     return sum(eqn.primitive.name == name for eqn in equations(program))
+
+
+def count_products(program):
+    """How many grouped matmuls a jaxpr has, those of which an activation is a part too."""
+    products = {"moe_grouped_matmul", "moe_activated_matmul"}
+    return sum(eqn.primitive.name in products for eqn in equations(program))
 
 
 def stack(trees):

@@ -159,13 +159,17 @@ CASES = {
         lambda x, rhs, order, position, sizes: eqx_moe.gathered_matmul(x, rhs, Grouping(order, position, sizes)),
         {"x": "tokens d_in", "rhs": "experts d_in d_out", **GROUPING},
     ),
+    "combined_matmul": Case(
+        lambda rows, rhs, order, position, sizes: eqx_moe.combined_matmul(rows, rhs, Grouping(order, position, sizes)),
+        {"rows": "rows d_in", "rhs": "experts d_in d_out", **GROUPING},
+    ),
     "grouped_mlp": Case(
         lambda **arguments: mlp_call(eqx_moe.grouped_mlp, grouped=True)(order=None, position=None, **arguments),
         {"x": "rows d_model", "sizes": "int experts", **MLP},
         "gates",
     ),
-    "gathered_mlp": Case(
-        mlp_call(eqx_moe.gathered_mlp, grouped=False), {"x": "tokens d_model", **GROUPING, **MLP}, "gates"
+    "routed_mlp": Case(
+        mlp_call(eqx_moe.routed_mlp, grouped=False), {"x": "tokens d_model", **GROUPING, **MLP}, "gates"
     ),
     "Experts": Case(experts_call, {"x": "tokens d_model", **GROUPING, "weights": "rows"}, "d_model experts"),
     "Experts.replaced": Case(replaced_experts_call, {"x": "tokens d_model", **GROUPING, **MLP}, "gates"),
@@ -174,6 +178,12 @@ CASES = {
     ),
     "MoE.route": Case(
         lambda x, mask: make_moe().route(x, mask=mask), {"x": "tokens d_model", "mask": "bool tokens"}, fixed="d_model"
+    ),
+    "explain": Case(
+        lambda x: eqx_moe.explain(make_moe(), jax.ShapeDtypeStruct(x.shape, jnp.float32)),
+        {"x": "batch d_model"},
+        fixed="d_model",
+        traced=False,
     ),
     "SelectionBias": Case(selection_bias_call, {"value": "experts", "x": "tokens d_model"}, "experts"),
     "LatentProjection": Case(eqx_moe.LatentProjection, {"down": "d_model d_latent", "up": "d_latent d_model"}),
@@ -202,7 +212,7 @@ CASES |= {
 }
 CASES |= {
     f"{name}.{method}": case
-    for name in ("MaskedDense", "RaggedDot", "BlockedDot", "AutoGroupedMatmul")
+    for name in ("MaskedDense", "RaggedDot", "BlockedDot", "TiledDot", "AutoGroupedMatmul")
     for method, case in kernel_cases(getattr(eqx_moe, name)()).items()
 }
 
@@ -211,10 +221,14 @@ NOTHING_TO_DIFFER = {
     "AbstractActivation",
     "AbstractGroupedMatmul",
     "AbstractRoutingRule",
+    "Explanation",
     "GroupLimit",
     "Grouping",
     "Problem",
+    "Product",
     "Selection",
+    "Side",
+    "TEGroupedGemm",  # cannot be made where the tests run
     "dead_experts",
     "jitter",
     "load_entropy",

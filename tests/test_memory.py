@@ -92,6 +92,13 @@ def keeps_activation(moe, x):
     return eqx_moe.combine(rows, grouping)
 
 
+def test_under_vmap_no_more_is_kept():
+    apply = lambda moe, x: jax.vmap(lambda x: moe(x)[0])(x.reshape(4, -1, D_MODEL)).reshape(x.shape)
+    kept = bytes_kept(build(), tokens(), apply)
+    # Besides, the permutations that fold the examples: twelve numbers per assignment. The activation would be sixteen.
+    assert kept <= allowance("float32", k=2, experts=4) + 4 * 12 * TOKENS * 2
+
+
 @pytest.mark.parametrize("fat", [keeps_rows, keeps_activation])
 def test_a_layer_that_keeps_more_is_caught(fat):
     """The proof that the tests above can fail."""

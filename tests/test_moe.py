@@ -187,8 +187,8 @@ class Logistic(eqx_moe.AbstractActivation):
 
     gates: ClassVar[int] = 1
 
-    def __call__(self, h):
-        return jax.nn.sigmoid(h[..., 0, :])
+    def of_parts(self, up):
+        return jax.nn.sigmoid(up)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])

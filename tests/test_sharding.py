@@ -82,8 +82,9 @@ class TestExplicitAxes:
 
     mesh = staticmethod(lambda: jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2))
 
-    # jax 0.10 to 0.12 has no rule for `lax.ragged_dot` here: "Explicit sharding inference ... is not implemented".
-    @pytest.mark.parametrize("kernel", sorted(set(KERNELS) - {"ragged"}))
+    # jax 0.10 to 0.12 has no rule for `lax.ragged_dot` here ("Explicit sharding inference ... is not implemented"), and
+    # Pallas' interpreter makes its blocks outside of the mesh.
+    @pytest.mark.parametrize("kernel", sorted(set(KERNELS) - {"ragged", "tiled"}))
     def test_replicated_tokens(self, kernel):
         moe, x = make_moe(matmul=KERNELS[kernel], **SEVERAL), normal(3, 8, 8)
         expected = jax.jit(lambda moe, x: value_and_gradients(lambda moe, x: moe(x), moe, x))(moe, x)

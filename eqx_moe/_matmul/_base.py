@@ -19,11 +19,23 @@ class Product(enum.Enum):
     TN = "x.T @ y"
 
 
+class Side(enum.Enum):
+    """Which side of a product is over tokens instead of rows."""
+
+    NONE = "none"
+    A = "the first operand, which is gathered"
+    B = "the second operand, which is gathered"
+    OUT = "the result, which is combined"
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """What a kernel is asked to do, as far as it is known before running.
 
-    `dtype` is the operands' NumPy dtype; the other four are the axes' sizes.
+    - `rows`, `d_in`, `d_out`, `experts`: the axes' sizes; the weights are `[experts, d_in, d_out]`.
+    - `dtype`: the operands' NumPy dtype.
+    - `product`: which of the three it is.
+    - `side`: which side of it is over tokens.
     """
 
     rows: int
@@ -31,6 +43,14 @@ class Problem:
     d_out: int
     experts: int
     dtype: jnp.dtype
+    product: Product = Product.NN
+    side: Side = Side.NONE
+
+    @property
+    def kept_width(self) -> int:
+        """Of the two widths, the one that the operand over tokens does not have."""
+        right = self.side is Side.B if self.product is Product.TN else self.product is Product.NT
+        return self.d_in if right else self.d_out
 
 
 class AbstractGroupedMatmul(eqx.Module):
@@ -44,7 +64,7 @@ class AbstractGroupedMatmul(eqx.Module):
     - products are summed in at least float32 and returned in the dtype of the first operand.
 
     Differentiation, batching and gathering are not a kernel's business: [`eqx_moe.grouped_matmul`][] does them from
-    these three products. A kernel that can load rows through an index overrides the two `gathered_` methods.
+    these three products. A kernel that can load rows through an index overrides the four `gathered_` methods.
 
     All fields of a kernel are static, so that it has no leaves, compares by value and never retraces.
     """
@@ -77,6 +97,16 @@ class AbstractGroupedMatmul(eqx.Module):
         """`x[index] @ w` per group; an index of `tokens` reads zeros."""
         return self.nn(take_rows(x, index), w, sizes)
 
+    def gathered_nt(
+        self,
+        y: Float[Array, "tokens d_out"],
+        index: Int[Array, " rows"],
+        w: Float[Array, "experts d_in d_out"],
+        sizes: Int[Array, " experts"],
+    ) -> Float[Array, "rows d_in"]:
+        """`y[index] @ w.T` per group; an index of `tokens` reads zeros."""
+        return self.nt(take_rows(y, index), w, sizes)
+
     def gathered_tn(
         self,
         x: Float[Array, "tokens d_in"],
@@ -86,6 +116,16 @@ class AbstractGroupedMatmul(eqx.Module):
     ) -> Float[Array, "experts d_in d_out"]:
         """`x[index].T @ y` per group; an index of `tokens` reads zeros."""
         return self.tn(take_rows(x, index), y, sizes)
+
+    def right_gathered_tn(
+        self,
+        x: Float[Array, "rows d_in"],
+        y: Float[Array, "tokens d_out"],
+        index: Int[Array, " rows"],
+        sizes: Int[Array, " experts"],
+    ) -> Float[Array, "experts d_in d_out"]:
+        """`x.T @ y[index]` per group; an index of `tokens` reads zeros."""
+        return self.tn(x, take_rows(y, index), sizes)
 
     def why_not(self, platform: str, problem: Problem) -> str | None:
         """Why this kernel should not be chosen for `problem` on `platform`; `None` if nothing speaks against it.

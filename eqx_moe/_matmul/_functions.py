@@ -4,7 +4,7 @@ from jaxtyping import Array, Float, Int
 
 from .._grouping import Grouping
 from ._auto import AutoGroupedMatmul
-from ._base import AbstractGroupedMatmul, Product
+from ._base import AbstractGroupedMatmul, Product, Side
 from ._primitive import bind_product
 
 
@@ -37,7 +37,7 @@ def grouped_matmul(
 
     **Raises:** `ValueError` if the dtypes differ.
     """
-    _check_dtypes(lhs, rhs)
+    check_dtypes(lhs, rhs)
     return bind_product(Product.NN, matmul, lhs, rhs, sizes)
 
 
@@ -62,7 +62,7 @@ def gathered_matmul(
 
     **Raises:** `ValueError` if the dtypes differ.
     """
-    _check_dtypes(x, rhs)
+    check_dtypes(x, rhs)
     return _gathered(x, rhs, grouping.order, grouping.position, grouping.sizes, matmul)
 
 
@@ -74,9 +74,46 @@ def _gathered(
     sizes: Int[Array, " experts"],
     matmul: AbstractGroupedMatmul,
 ) -> Float[Array, "rows d_out"]:
-    return bind_product(Product.NN, matmul, x, rhs, sizes, (order, position))
+    return bind_product(Product.NN, matmul, x, rhs, sizes, (order, position), Side.A)
 
 
-def _check_dtypes(lhs: Array, rhs: Array) -> None:
+def combined_matmul(
+    rows: Float[Array, "rows d_in"],
+    rhs: Float[Array, "experts d_in d_out"],
+    grouping: Grouping,
+    *,
+    matmul: AbstractGroupedMatmul = AutoGroupedMatmul(),
+) -> Float[Array, "tokens d_out"]:
+    """`combine(grouped_matmul(rows, rhs, grouping.sizes), grouping)`, whose backward pass gathers the tokens'
+    cotangents inside the two products that need them; a kernel that gathers while it loads never writes their copies.
+
+    **Arguments:**
+
+    - `rows`: `[rows, d_in]`.
+    - `rhs`: `[experts, d_in, d_out]`, of the dtype of `rows`.
+    - `grouping`: an [`eqx_moe.Grouping`][] of the same rows and experts.
+    - `matmul`: the kernel, an [`eqx_moe.AbstractGroupedMatmul`][].
+
+    **Returns:** `[tokens, d_out]`, as [`eqx_moe.combine`][] does.
+
+    **Raises:** `ValueError` if the dtypes differ.
+    """
+    check_dtypes(rows, rhs)
+    return _combined(rows, rhs, grouping.order, grouping.position, grouping.sizes, matmul)
+
+
+def _combined(
+    rows: Float[Array, "rows d_in"],
+    rhs: Float[Array, "experts d_in d_out"],
+    order: Int[Array, " rows"],
+    position: Int[Array, "tokens k"],
+    sizes: Int[Array, " experts"],
+    matmul: AbstractGroupedMatmul,
+) -> Float[Array, "tokens d_out"]:
+    return bind_product(Product.NN, matmul, rows, rhs, sizes, (order, position), Side.OUT)
+
+
+def check_dtypes(lhs: Array, rhs: Array) -> None:
+    """Raises `ValueError` unless both operands of a product have one dtype."""
     if lhs.dtype != rhs.dtype:
         raise ValueError(f"both operands must have one dtype: got {lhs.dtype} and {rhs.dtype}; cast one of them")

@@ -1,8 +1,9 @@
 """The grouped matmul as one linear JAX primitive; kernels are a static parameter of it.
 
-Its operands are `(a, b, sizes)`, or `(a, b, sizes, order, position)` when the rows of `a` are gathered from tokens.
-The transposes of each product are the other two products, so no kernel brings derivatives, and its batching rule
-folds the batch into the rows, so that `jax.vmap` costs one larger product and `jax.grad` of it one weight gradient.
+Its operands are `(a, b, sizes)`, all over rows, or `(a, b, sizes, order, position)` where one side of the product is
+over tokens instead: `a` or `b` is then gathered into rows, or the result is combined from them. The transposes of each
+product are the other two, with the same side over tokens, so no kernel brings derivatives; its batching rule folds the
+batch into the rows, so that `jax.vmap` costs one larger product and `jax.grad` of it one weight gradient.
 """
 
 import functools as ft
@@ -26,9 +27,23 @@ from .._permute import (
     token_index,
 )
 from .._vma import check_unsharded, match_varying, on_the_mesh, reshaped
-from ._base import AbstractGroupedMatmul, Problem, Product, group_of_row
+from ._base import AbstractGroupedMatmul, Problem, Product, Side, group_of_row
 
 grouped_matmul_p = Primitive("moe_grouped_matmul")
+
+
+# For every product and side over tokens: what the transpose towards `a`, and the one towards `b`, are.
+_TRANSPOSES = {
+    (Product.NN, Side.NONE): ((Product.NT, Side.NONE), (Product.TN, Side.NONE)),
+    (Product.NN, Side.A): ((Product.NT, Side.OUT), (Product.TN, Side.A)),
+    (Product.NN, Side.OUT): ((Product.NT, Side.A), (Product.TN, Side.B)),
+    (Product.NT, Side.NONE): ((Product.NN, Side.NONE), (Product.TN, Side.NONE)),
+    (Product.NT, Side.A): ((Product.NN, Side.OUT), (Product.TN, Side.B)),
+    (Product.NT, Side.OUT): ((Product.NN, Side.A), (Product.TN, Side.A)),
+    (Product.TN, Side.NONE): ((Product.NT, Side.NONE), (Product.NN, Side.NONE)),
+    (Product.TN, Side.A): ((Product.NT, Side.OUT), (Product.NN, Side.A)),
+    (Product.TN, Side.B): ((Product.NT, Side.A), (Product.NN, Side.OUT)),
+}
 
 
 def bind_product(
@@ -38,43 +53,47 @@ def bind_product(
     b: ArrayLike,
     sizes: ArrayLike,
     gather: tuple[ArrayLike, ...] = (),
+    side: Side = Side.NONE,
 ) -> Array:
-    """Binds the primitive: `gather` is empty or `(order, position)`."""
+    """Binds the primitive: `gather` is `(order, position)` if some side is over tokens, else empty."""
     check_unsharded(rows=a, weights=b, sizes=sizes)
     operands = match_varying(a, b, jnp.asarray(sizes).astype(jnp.int32), *gather)
     check_indexable(max(x.shape[0] for x in operands), "rows")
-    return grouped_matmul_p.bind(*operands, product=product, matmul=matmul)
+    return grouped_matmul_p.bind(*operands, product=product, matmul=matmul, side=side)
 
 
-def _shape(product: Product, a, b, sizes, *gather) -> tuple[int, ...]:
-    rows = gather[0].shape[0] if gather else a.shape[0]
+def product_shape(product: Product, side: Side, a, b, sizes, *gather) -> tuple[int, ...]:
+    """The shape of the result."""
     if product is Product.TN:
         return (sizes.shape[0], a.shape[1], b.shape[1])
+    rows = gather[1].shape[0] if side is Side.OUT else gather[0].shape[0] if gather else a.shape[0]
     return (rows, b.shape[2] if product is Product.NN else b.shape[1])
 
 
 @grouped_matmul_p.def_abstract_eval
-def _abstract(a, b, sizes, *gather, product, matmul):
-    return reshaped(a, _shape(product, a, b, sizes, *gather))
+def _abstract(a, b, sizes, *gather, product, matmul, side):
+    return reshaped(a, product_shape(product, side, a, b, sizes, *gather))
 
 
-evaluate_compiled(grouped_matmul_p, static_argnames=("product", "matmul"))
+evaluate_compiled(grouped_matmul_p, static_argnames=("product", "matmul", "side"))
 
 
-def _run(a, b, sizes, *gather, product, matmul, platform):
-    shape = _shape(product, a, b, sizes, *gather)
-    if 0 in (*a.shape, *b.shape, *shape, *(gather[0].shape if gather else ())):
+def _run(a, b, sizes, *gather, product, matmul, side, platform):
+    shape = product_shape(product, side, a, b, sizes, *gather)
+    rows = gather[0].shape[0] if gather else a.shape[0]
+    if 0 in (*a.shape, *b.shape, *shape, rows):
         return match_varying(jnp.zeros(shape, a.dtype), a, b, sizes)[0]
     d_in, d_out = shape[1:] if product is Product.TN else b.shape[1:]
-    rows = gather[0].shape[0] if gather else a.shape[0]
-    kernel = matmul.resolve(platform, Problem(rows, d_in, d_out, sizes.shape[0], a.dtype))
-    index = [token_index(*gather)] if gather else []
-    method = ("gathered_" if gather else "") + product.name.lower()
-    out = getattr(kernel, method)(a, *index, b, sizes)
-    if (out.shape, out.dtype) != (shape, a.dtype):
-        told = f"{out.dtype}{list(out.shape)}, and must return {a.dtype}{list(shape)}"
-        raise ValueError(f"{kernel}.{method} returned {told}")
-    return out
+    kernel = matmul.resolve(platform, Problem(rows, d_in, d_out, sizes.shape[0], a.dtype, product, side))
+    index = token_index(*gather) if gather else None
+    method = {Side.A: "gathered_", Side.B: "right_gathered_"}.get(side, "") + product.name.lower()
+    operands = {Side.A: (a, index, b), Side.B: (a, b, index)}.get(side, (a, b))
+    out = getattr(kernel, method)(*operands, sizes)
+    expected = (rows, shape[1]) if side is Side.OUT else shape
+    if (out.shape, out.dtype) != (expected, a.dtype):
+        told = f"{out.dtype}{list(out.shape)}, and must return {a.dtype}{list(expected)}"
+        raise ValueError(f"{kernel}.{product.name.lower()} returned {told}")
+    return combine_rows(out, *gather) if side is Side.OUT else out
 
 
 for _platform in ("cpu", "cuda", "rocm", "tpu", None):
@@ -82,55 +101,50 @@ for _platform in ("cpu", "cuda", "rocm", "tpu", None):
     mlir.register_lowering(grouped_matmul_p, _lowering, platform=_platform)
 
 
-def _jvp(primals, tangents, *, product, matmul):
+def _jvp(primals, tangents, *, product, matmul, side):
     (a, b, sizes, *gather), (da, db, *_) = primals, tangents
-    gather = tuple(gather)
-    bind = ft.partial(bind_product, product, matmul, sizes=sizes, gather=gather)
+    bind = ft.partial(bind_product, product, matmul, sizes=sizes, gather=tuple(gather), side=side)
     out = bind(a, b)
     terms = [] if type(da) is ad.Zero else [bind(da, b)]
     terms += [] if type(db) is ad.Zero else [bind(a, db)]
     return out, ft.reduce(jnp.add, terms)
 
 
-def _transpose(cotangent, a, b, sizes, *gather, product, matmul):
-    bind = ft.partial(bind_product, matmul=matmul, sizes=sizes)
+def _transpose(cotangent, a, b, sizes, *gather, product, matmul, side):
+    to_a, to_b = _TRANSPOSES[product, side]
+    bind = lambda to, a, b: bind_product(to[0], matmul, a, b, sizes, tuple(gather), to[1])
     rest = [None] * (1 + len(gather))
     if ad.is_undefined_primal(a):
-        if product is Product.TN:
-            da = bind(Product.NT, a=b, b=cotangent)
-        else:
-            da = bind(Product.NT if product is Product.NN else Product.NN, a=cotangent, b=b)
-        return [combine_rows(da, *map(jnp.asarray, gather)) if gather else da, None, *rest]
-    if product is Product.NT:
-        db = bind(Product.TN, a=cotangent, b=a)
-    else:
-        db = bind(Product.TN if product is Product.NN else Product.NN, a=a, b=cotangent, gather=gather)
+        # Towards `a` of `x.T @ y`, the other operand takes the rows' place, and the cotangent that of the weights.
+        return [bind(to_a, b, cotangent) if product is Product.TN else bind(to_a, cotangent, b), None, *rest]
+    db = bind(to_b, cotangent, a) if product is Product.NT else bind(to_b, a, cotangent)
     return [None, db, *rest]
 
 
-def _batch(args, dims, *, product, matmul):
+def _batch(args, dims, *, product, matmul, side):
     # Examples that share their weights are joined by expert, others as so many more experts, example after example.
     shared = product is not Product.TN and dims[1] is None
     a, b, sizes, *gather = batch_first(args, dims)
-    gather = tuple(gather)
     n, experts = sizes.shape
     rows = gather[0].shape[1] if gather else a.shape[1]
     order, position = _fold_groups(sizes, rows, by_expert=shared)
 
-    def fold(x):
-        return dispatch_rows(x.reshape(n * rows, x.shape[2]), order, position)
+    def fold(x, over_tokens):
+        joined = x.reshape(n * x.shape[1], x.shape[2])
+        return joined if over_tokens else dispatch_rows(joined, order, position)
 
-    if gather:
-        a, gather = a.reshape(n * a.shape[1], a.shape[2]), _fold_gather(gather[0], gather[1], order, position)
-    else:
-        a = fold(a)
+    tokens = gather[1].shape[1] if gather else 0
+    gather = _fold_gather(*gather, order, position) if gather else ()
     sizes = sizes.sum(0, dtype=sizes.dtype) if shared else sizes.reshape(n * experts)
+    a = fold(a, side is Side.A)
     if product is Product.TN:
-        out = bind_product(product, matmul, a, fold(b), sizes, gather)
+        out = bind_product(product, matmul, a, fold(b, side is Side.B), sizes, gather, side)
         return out.reshape(n, experts, *out.shape[1:]), 0
     b = args[1] if shared else b.reshape(n * experts, *b.shape[2:])
-    out = combine_rows(bind_product(product, matmul, a, b, sizes, gather), order, position)
-    return out.reshape(n, rows, out.shape[1]), 0
+    out = bind_product(product, matmul, a, b, sizes, gather, side)
+    if side is Side.OUT:
+        return out.reshape(n, tokens, out.shape[1]), 0
+    return combine_rows(out, order, position).reshape(n, rows, out.shape[1]), 0
 
 
 def _fold_gather(

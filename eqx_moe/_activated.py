@@ -1,0 +1,125 @@
+"""The weighted activation and the down-projection as one operation, which keeps only what it is given.
+
+Left to automatic differentiation, the activation would live until the backward pass, and that pass would read the
+pre-activation three times: for the activation, for its derivative, and for the gradient of the weights. Here two
+primitives have one rule each: `activated_matmul_p` has a derivative, which is the linear `tangent_p`, and that has a
+transpose, which makes all three in one pass where there is a kernel for it.
+"""
+
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array, Float, Int
+
+from ._activated_pallas import activation_backward_in_one_pass, can_fuse
+from ._activations import AbstractActivation, weighted_activation
+from ._matmul._base import AbstractGroupedMatmul, Product, Side
+from ._matmul._primitive import bind_product, product_shape
+from ._pallas import why_no_pallas
+from ._permute import evaluate_compiled
+from ._vma import check_unsharded, match_varying, on_the_mesh, reshaped
+
+activated_matmul_p = Primitive("moe_activated_matmul")
+tangent_p = Primitive("moe_activated_matmul_tangent")
+
+
+def activated_matmul(
+    h: Float[Array, "rows gates d_ff"],
+    weights: Float[Array, " rows"],
+    w: Float[Array, "experts d_ff d_model"],
+    sizes: Int[Array, " experts"],
+    gather: tuple[Array, ...],
+    *,
+    activation: AbstractActivation,
+    matmul: AbstractGroupedMatmul,
+) -> Float[Array, "n d_model"]:
+    """Every row's activation times its weight, through the row's matrix: `[rows, d_model]`, or combined into
+    `[tokens, d_model]` if `gather` is `(order, position)` instead of `()`."""
+    check_unsharded(rows=h, weights=w, sizes=sizes)
+    operands = match_varying(h, weights, w, sizes.astype(jnp.int32), *gather)
+    return activated_matmul_p.bind(*operands, activation=activation, matmul=matmul)
+
+
+def _project(act, w, sizes, gather, matmul):
+    return bind_product(Product.NN, matmul, act, w, sizes, gather, Side.OUT if gather else Side.NONE)
+
+
+def _apply(h, weights, w, sizes, *gather, activation, matmul):
+    return _project(weighted_activation(h, weights, activation), w, sizes, gather, matmul)
+
+
+def _apply_tangent(h, weights, w, sizes, *rest, activation, matmul):
+    """The derivative of `_apply` in the direction of the last three of `rest`."""
+    *gather, dh, dweights, dw = rest
+    act, dact = jax.jvp(lambda h, weights: weighted_activation(h, weights, activation), (h, weights), (dh, dweights))
+    gather = tuple(gather)
+    return _project(dact, w, sizes, gather, matmul) + _project(act, dw, sizes, gather, matmul)
+
+
+def _jvp(primals, tangents, *, activation, matmul):
+    out = activated_matmul_p.bind(*primals, activation=activation, matmul=matmul)
+    directions = [
+        jnp.zeros_like(x) if type(d) is ad.Zero else d for x, d in zip(primals[:3], tangents[:3], strict=True)
+    ]
+    return out, tangent_p.bind(*match_varying(*primals, *directions), activation=activation, matmul=matmul)
+
+
+def _transpose(cotangent, h, weights, w, sizes, *rest, activation, matmul):
+    gather = tuple(jnp.asarray(x) for x in rest[:-3])
+    dact = bind_product(Product.NT, matmul, cotangent, w, sizes, gather, Side.A if gather else Side.NONE)
+    act, dh, dweights = _activation_backward(h, weights, dact, activation)
+    dw = bind_product(Product.TN, matmul, act, cotangent, sizes, gather, Side.B if gather else Side.NONE)
+    found = zip(rest[-3:], (dh, dweights, dw), strict=True)
+    return [None] * (4 + len(gather)) + [ct if ad.is_undefined_primal(x) else None for x, ct in found]
+
+
+def _activation_backward(h: Array, weights: Array, dact: Array, activation: AbstractActivation):
+    """The weighted activation once more, and the cotangents of the pre-activation and of the weights."""
+
+    @jax.custom_jvp
+    def fused(h, weights, dact):
+        kernel = ft.partial(activation_backward_in_one_pass, activation=activation)
+        return lax.platform_dependent(h, weights, dact, cuda=kernel, default=plain)
+
+    def plain(h, weights, dact):
+        # Behind a barrier, or the compiler would keep the activation of the forward pass instead.
+        h, weights = lax.optimization_barrier((h, weights))
+        act, pull_back = jax.vjp(lambda h, weights: weighted_activation(h, weights, activation), h, weights)
+        return act, *pull_back(dact)
+
+    fused.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+    fusible = why_no_pallas("cuda") is None and h.size and can_fuse(activation, h.dtype)
+    return (fused if fusible else plain)(h, weights, dact)
+
+
+def _register(primitive: Primitive, apply) -> None:
+    @primitive.def_abstract_eval
+    def _(h, weights, w, sizes, *rest, activation, matmul):
+        gather = rest[:-3] if primitive is tangent_p else rest
+        rows = h.update(shape=(h.shape[0], h.shape[2]))
+        side = Side.OUT if gather else Side.NONE
+        return reshaped(h, product_shape(Product.NN, side, rows, w, sizes, *gather))
+
+    evaluate_compiled(primitive, static_argnames=("activation", "matmul"))
+    mlir.register_lowering(primitive, mlir.lower_fun(on_the_mesh(apply), multiple_results=False))
+
+    def batch(args, dims, **parameters):
+        # Its parts fold the batch, each in its own way; rematerialised, so that the activation is not kept either.
+        return jax.vmap(jax.checkpoint(ft.partial(apply, **parameters)), in_axes=dims)(*args), 0
+
+    batching.primitive_batchers[primitive] = batch
+
+
+_register(activated_matmul_p, _apply)
+_register(tangent_p, _apply_tangent)
+ad.primitive_jvps[activated_matmul_p] = _jvp
+ad.primitive_jvps[tangent_p] = lambda primals, tangents, **parameters: jax.jvp(
+    ft.partial(_apply_tangent, **parameters),
+    tuple(primals),
+    tuple(ad.instantiate_zeros(t) for t in tangents),
+)
+ad.primitive_transposes[tangent_p] = _transpose
