@@ -3,7 +3,8 @@
 Left to automatic differentiation, the activation would live until the backward pass, and that pass would read the
 pre-activation three times: for the activation, for its derivative, and for the gradient of the weights. Here two
 primitives have one rule each: `activated_matmul_p` has a derivative, which is the linear `tangent_p`, and that has a
-transpose, which makes all three in one pass where there is a kernel for it.
+transpose, which makes all three in one pass where there is a kernel for it. (Under `jax.vmap` they fall into their
+parts, which each fold the batch in their own way, and this pass is not used.)
 """
 
 import functools as ft
@@ -52,29 +53,49 @@ def _apply(h, weights, w, sizes, *gather, activation, matmul):
     return _project(weighted_activation(h, weights, activation), w, sizes, gather, matmul)
 
 
-def _apply_tangent(h, weights, w, sizes, *rest, activation, matmul):
-    """The derivative of `_apply` in the direction of the last three of `rest`."""
-    *gather, dh, dweights, dw = rest
-    act, dact = jax.jvp(lambda h, weights: weighted_activation(h, weights, activation), (h, weights), (dh, dweights))
-    gather = tuple(gather)
-    return _project(dact, w, sizes, gather, matmul) + _project(act, dw, sizes, gather, matmul)
+def _apply_tangent(h, weights, w, sizes, *rest, directions, activation, matmul):
+    """The derivative of `_apply` in those of the directions `h`, `weights`, `w` that are true, the last of `rest`."""
+    gather, given = _split(rest, directions)
+    dh, dweights, dw = given
+    act = weighted_activation(h, weights, activation)
+    terms = []
+    if dh is not None or dweights is not None:
+        zeros = (jnp.zeros_like(x) if d is None else d for x, d in ((h, dh), (weights, dweights)))
+        _, dact = jax.jvp(lambda h, weights: weighted_activation(h, weights, activation), (h, weights), tuple(zeros))
+        terms.append(_project(dact, w, sizes, gather, matmul))
+    if dw is not None:
+        terms.append(_project(act, dw, sizes, gather, matmul))
+    return ft.reduce(jnp.add, terms)
+
+
+def _split(rest, directions):
+    """`gather`, and the three directions with `None` for those that are not given."""
+    count = sum(directions)
+    given = iter(rest[len(rest) - count :])
+    return tuple(rest[: len(rest) - count]), [next(given) if d else None for d in directions]
 
 
 def _jvp(primals, tangents, *, activation, matmul):
     out = activated_matmul_p.bind(*primals, activation=activation, matmul=matmul)
-    directions = [
-        jnp.zeros_like(x) if type(d) is ad.Zero else d for x, d in zip(primals[:3], tangents[:3], strict=True)
-    ]
-    return out, tangent_p.bind(*match_varying(*primals, *directions), activation=activation, matmul=matmul)
+    directions = tuple(type(d) is not ad.Zero for d in tangents[:3])
+    given = [d for d in tangents[:3] if type(d) is not ad.Zero]
+    operands = match_varying(*primals, *given)
+    return out, tangent_p.bind(*operands, directions=directions, activation=activation, matmul=matmul)
 
 
-def _transpose(cotangent, h, weights, w, sizes, *rest, activation, matmul):
-    gather = tuple(jnp.asarray(x) for x in rest[:-3])
-    dact = bind_product(Product.NT, matmul, cotangent, w, sizes, gather, Side.A if gather else Side.NONE)
-    act, dh, dweights = _activation_backward(h, weights, dact, activation)
-    dw = bind_product(Product.TN, matmul, act, cotangent, sizes, gather, Side.B if gather else Side.NONE)
-    found = zip(rest[-3:], (dh, dweights, dw), strict=True)
-    return [None] * (4 + len(gather)) + [ct if ad.is_undefined_primal(x) else None for x, ct in found]
+def _transpose(cotangent, h, weights, w, sizes, *rest, directions, activation, matmul):
+    gather, given = _split(rest, directions)
+    gather = tuple(jnp.asarray(x) for x in gather)
+    wanted = [x is not None and ad.is_undefined_primal(x) for x in given]
+    found: list[Array | None] = [None, None, None]
+    act = weighted_activation(*lax.optimization_barrier((h, weights)), activation)
+    if wanted[0] or wanted[1]:
+        dact = bind_product(Product.NT, matmul, cotangent, w, sizes, gather, Side.A if gather else Side.NONE)
+        act, found[0], found[1] = _activation_backward(h, weights, dact, activation)
+    if wanted[2]:
+        found[2] = bind_product(Product.TN, matmul, act, cotangent, sizes, gather, Side.B if gather else Side.NONE)
+    kept = [ct if want else None for ct, want, d in zip(found, wanted, directions, strict=True) if d]
+    return [None] * (4 + len(gather)) + kept
 
 
 def _activation_backward(h: Array, weights: Array, dact: Array, activation: AbstractActivation):
@@ -98,13 +119,13 @@ def _activation_backward(h: Array, weights: Array, dact: Array, activation: Abst
 
 def _register(primitive: Primitive, apply) -> None:
     @primitive.def_abstract_eval
-    def _(h, weights, w, sizes, *rest, activation, matmul):
-        gather = rest[:-3] if primitive is tangent_p else rest
+    def _(h, weights, w, sizes, *rest, activation, matmul, directions=()):
+        gather = rest[: len(rest) - sum(directions)]
         rows = h.update(shape=(h.shape[0], h.shape[2]))
         side = Side.OUT if gather else Side.NONE
         return reshaped(h, product_shape(Product.NN, side, rows, w, sizes, *gather))
 
-    evaluate_compiled(primitive, static_argnames=("activation", "matmul"))
+    evaluate_compiled(primitive, static_argnames=("activation", "matmul", "directions"))
     mlir.register_lowering(primitive, mlir.lower_fun(on_the_mesh(apply), multiple_results=False))
 
     def batch(args, dims, **parameters):

@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtyping import Array, Float
 
 from ._activations import AbstractActivation
-from ._pallas import out_struct
+from ._pallas import iota, out_struct
 
 # Rows and columns that a program holds in registers at a time.
 _ROWS, _COLUMNS = 16, 128
@@ -31,7 +31,7 @@ _KNOWN = {
         "eq",
     ),
     *("exp", "exp2", "ge", "gt", "integer_pow", "jit", "le", "log", "logistic", "lt", "max", "min", "mul", "ne", "neg"),
-    *("not", "or", "pjit", "rsqrt", "select_n", "sign", "sqrt", "square", "sub", "tanh"),
+    *("not", "or", "rsqrt", "select_n", "sign", "sqrt", "square", "sub", "tanh"),
 }
 
 
@@ -41,7 +41,7 @@ def can_fuse(activation: AbstractActivation, dtype: jnp.dtype) -> bool:
         return False
     parts = [jax.ShapeDtypeStruct((_ROWS, _COLUMNS), jnp.float32)] * activation.gates
     program = jax.make_jaxpr(lambda *parts: jax.vjp(activation.of_parts, *parts)[1](parts[0]))(*parts)
-    return _primitives(program.jaxpr) <= _KNOWN
+    return _primitives(program) <= _KNOWN
 
 
 def activation_backward_in_one_pass(
@@ -65,11 +65,11 @@ def activation_backward_in_one_pass(
 
 def _kernel(h_ref, weights_ref, dact_ref, act_ref, dh_ref, dweights_ref, *, activation: AbstractActivation):
     rows, gates, d_ff = h_ref.shape
-    row = pl.program_id(0) * _ROWS + jnp.arange(_ROWS)
+    row = pl.program_id(0) * _ROWS + iota(_ROWS)
     weights = plt.load(weights_ref.at[row], mask=row < rows, other=0).astype(jnp.float32)[:, None]
 
     def step(i, dweights):
-        column = i * _COLUMNS + jnp.arange(_COLUMNS)
+        column = i * _COLUMNS + iota(_COLUMNS)
         mask = (row < rows)[:, None] & (column < d_ff)[None, :]
         at = (row[:, None], column[None, :])
         parts = [
@@ -87,11 +87,12 @@ def _kernel(h_ref, weights_ref, dact_ref, act_ref, dh_ref, dweights_ref, *, acti
     plt.store(dweights_ref.at[row], dweights.astype(dweights_ref.dtype), mask=row < rows)
 
 
-def _primitives(jaxpr: Jaxpr) -> set[str]:
-    """The names of all primitives in a program, and in those that it calls."""
-    found = {eqn.primitive.name for eqn in jaxpr.eqns}
+def _primitives(program: ClosedJaxpr | Jaxpr) -> set[str]:
+    """The names of all primitives in a program and in those that it calls; `"constant"` if any of them captures one."""
+    jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
+    found = {eqn.primitive.name for eqn in jaxpr.eqns} | ({"constant"} if jaxpr.constvars else set())
     for eqn in jaxpr.eqns:
         for inner in eqn.params.values():
             if isinstance(inner, ClosedJaxpr | Jaxpr):
-                found |= _primitives(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+                found |= _primitives(inner)
     return found

@@ -16,7 +16,7 @@ from ._moe import MoE
 class Explanation:
     """What [`eqx_moe.explain`][] found; `print` it.
 
-    - `selections`: for every product of forward and backward pass an [`eqx_moe.Selection`][].
+    - `selections`: for every product of forward and backward pass (but those of biases) an [`eqx_moe.Selection`][].
     - `rows`: assignments, `tokens * k`.
     - `kept_bytes`: what lives between forward and backward pass beyond the tokens, the output and the parameters.
     - `forward_flops`, `backward_flops`: floating-point operations of the experts' products; nothing can be faster than
@@ -85,15 +85,15 @@ def explain(
     }
     flops = 2.0 * rows * d_in * d_ff * (gates + 1)
     parameters = d_in * d_ff * (gates + 1)
-    per_expert = -(-rows // experts)
-    padded = experts * (-(-per_expert // 128) * 128)
+    active = min(experts, rows)
+    padded = active * (-(-rows // (128 * active)) * 128) if active else 0
     return Explanation(
         selections,
         rows,
         _kept_bytes(moe, x),
         flops,
         2 * flops,
-        min(experts, rows) * parameters * dtype.itemsize,
+        active * parameters * dtype.itemsize,
         1 - rows / padded if padded else 0.0,
     )
 

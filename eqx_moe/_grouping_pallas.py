@@ -12,7 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Int32
 
-from ._pallas import out_struct, power_of_two
+from ._pallas import iota, out_struct, power_of_two
+from ._vma import match_varying
 
 # Assignments' one-hot numbers that a program holds in registers, and how many programs there are at most.
 _NUMBERS = 2048
@@ -44,7 +45,7 @@ def group_by_counting(
         out_shape=(shape((programs, width)), shape((width,))),
         name="moe_add_up",
     )(counts)
-    nowhere = jnp.full(tokens * k, tokens * k, jnp.int32)
+    (nowhere, _) = match_varying(jnp.full(tokens * k, tokens * k, jnp.int32), experts)
     order, position = call(
         ft.partial(_place, num_experts=num_experts, **size),
         grid=(programs,),
@@ -58,11 +59,11 @@ def group_by_counting(
 def _of_block(experts_ref, block, height: int, width: int):
     """The tokens of a block, and for every choice its ids and, of every expert, whether it is the one."""
     tokens, k = experts_ref.shape
-    token = block * height + jnp.arange(height)
+    token = block * height + iota(height)
     chosen = []
     for choice in range(k):
-        ids = plt.load(experts_ref.at[token, jnp.full(height, choice)], mask=token < tokens, other=width)
-        chosen.append((ids, ids[:, None] == jnp.arange(width)[None, :]))
+        ids = plt.load(experts_ref.at[token, jnp.full(height, choice, jnp.int32)], mask=token < tokens, other=width)
+        chosen.append((ids, ids[:, None] == iota(width)[None, :]))
     return token, chosen
 
 
@@ -72,21 +73,21 @@ def _count(experts_ref, counts_ref, *, height: int, steps: int):
 
     def step(i, counts):
         _, chosen = _of_block(experts_ref, first + i, height, width)
-        return counts + jnp.sum(sum(mine.astype(jnp.int32) for _, mine in chosen), axis=0)
+        return counts + jnp.sum(sum(mine.astype(jnp.int32) for _, mine in chosen), axis=0, dtype=jnp.int32)
 
     counts = lax.fori_loop(0, steps, step, jnp.zeros(width, jnp.int32))
-    plt.store(counts_ref.at[pl.program_id(0), jnp.arange(width)], counts)
+    plt.store(counts_ref.at[pl.program_id(0), iota(width)], counts)
 
 
 def _add_up(counts_ref, before_ref, total_ref, *, columns: int):
     programs = counts_ref.shape[0]
-    program = jnp.arange(power_of_two(programs))
-    column = pl.program_id(0) * columns + jnp.arange(columns)
+    program = iota(power_of_two(programs))
+    column = pl.program_id(0) * columns + iota(columns)
     index = (program[:, None], column[None, :])
     known = jnp.broadcast_to((program < programs)[:, None], (program.shape[0], columns))
     counts = plt.load(counts_ref.at[index], mask=known, other=0)
-    plt.store(before_ref.at[index], jnp.cumsum(counts, axis=0) - counts, mask=known)
-    plt.store(total_ref.at[column], jnp.sum(counts, axis=0))
+    plt.store(before_ref.at[index], jnp.cumsum(counts, axis=0, dtype=jnp.int32) - counts, mask=known)
+    plt.store(total_ref.at[column], jnp.sum(counts, axis=0, dtype=jnp.int32))
 
 
 def _place(
@@ -94,22 +95,24 @@ def _place(
 ):
     tokens, k = experts_ref.shape
     width = total_ref.shape[0]
-    columns = jnp.arange(width)
+    columns = iota(width)
     total = plt.load(total_ref.at[columns])
-    start = jnp.cumsum(total, axis=0) - total + plt.load(before_ref.at[pl.program_id(0), columns])
+    start = jnp.cumsum(total, axis=0, dtype=jnp.int32) - total + plt.load(before_ref.at[pl.program_id(0), columns])
     first = pl.program_id(0) * steps
 
     def step(i, start):
         token, chosen = _of_block(experts_ref, first + i, height, width)
         counts = sum(mine.astype(jnp.int32) for _, mine in chosen)
-        free = start[None, :] + jnp.cumsum(counts, axis=0) - counts  # the next free place of every expert
+        free = (
+            start[None, :] + jnp.cumsum(counts, axis=0, dtype=jnp.int32) - counts
+        )  # the next free place of every expert
         for choice, (ids, mine) in enumerate(chosen):
-            place = jnp.sum(jnp.where(mine, free, 0), axis=1)
+            place = jnp.sum(jnp.where(mine, free, 0), axis=1, dtype=jnp.int32)
             free = free + mine.astype(jnp.int32)
             grouped = (token < tokens) & (ids < num_experts)
             place = jnp.where(grouped, place, tokens * k)  # the interpreter writes what is masked out as well
             plt.store(order_ref.at[place], token * k + choice, mask=grouped)
-            plt.store(position_ref.at[token, jnp.full(height, choice)], place, mask=token < tokens)
-        return start + jnp.sum(counts, axis=0)
+            plt.store(position_ref.at[token, jnp.full(height, choice, jnp.int32)], place, mask=token < tokens)
+        return start + jnp.sum(counts, axis=0, dtype=jnp.int32)
 
     lax.fori_loop(0, steps, step, start)

@@ -10,12 +10,28 @@ from jaxtyping import Array, Float, Int
 
 
 def why_no_pallas(platform: str) -> str | None:
-    """Why a Pallas kernel cannot be compiled for `platform` here; `None` if it can."""
-    if platform not in ("cuda", "rocm"):
-        return f"Pallas' GPU kernels do not run on {platform}"
-    if not any(device.platform == "gpu" for device in jax.devices()):
-        return "no GPU here to compile Pallas kernels for"
+    """Why the library's Pallas kernels cannot be used on `platform` here; `None` if they can."""
+    if platform != "cuda":
+        return f"the Pallas kernels do not run on {platform}"
+    device = jax.devices()[0]
+    if gpu_platform(device) != "cuda":
+        return "there is no NVIDIA GPU here to compile Pallas kernels for"
+    capability = float(device.compute_capability)
+    if not 9 <= capability < 12:
+        return f"its tiles need the shared memory of a Hopper or Blackwell GPU: this one has capability {capability}"
     return None
+
+
+def gpu_platform(device: jax.Device) -> str | None:
+    """`"cuda"` or `"rocm"`; `None` for other devices."""
+    if device.platform != "gpu":
+        return None
+    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
+
+
+def iota(size: int) -> Int[Array, " size"]:
+    """0, 1, 2, ... in 32 bits, whether or not `jax_enable_x64` is on."""
+    return jnp.arange(size, dtype=jnp.int32)
 
 
 def power_of_two(size: int) -> int:
@@ -48,11 +64,11 @@ def _zero_tail(_, total_ref, out_ref, *, height: int, width: int):
 
     @pl.when(start + height > total)
     def _():
-        row = start + jnp.arange(height)
+        row = start + iota(height)
         empty = (row >= total) & (row < rows)
 
         def step(i, _):
-            column = i * width + jnp.arange(width)
+            column = i * width + iota(width)
             mask = empty[:, None] & (column < d_out)[None, :]
             plt.store(out_ref.at[row[:, None], column[None, :]], jnp.zeros((height, width), out_ref.dtype), mask=mask)
 

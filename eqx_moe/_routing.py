@@ -91,7 +91,7 @@ def router_logits(
     wide, precision = jnp.float32, lax.Precision.HIGHEST
     if x.dtype == jnp.bfloat16 and jax.default_backend() == "gpu" and min(*x.shape, weight.shape[1]) >= 16:
         # Three bfloat16 products are a float32 one to 3e-6 if a factor is bfloat16, and take half its time on an H200.
-        # (XLA refuses them for products that are not of two matrices, and on CPUs.)
+        # (XLA refused them on a CPU where the inner width was 1.)
         precision = lax.DotAlgorithmPreset.BF16_BF16_F32_X3
     logits = jnp.matmul(x.astype(wide), weight.astype(wide), precision=precision)
     if bias is not None:

@@ -7,7 +7,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float32, Int32
 
-from ._pallas import out_struct, power_of_two
+from ._pallas import iota, out_struct, power_of_two
 
 # Scores that a program holds in registers.
 _SCORES = 2048
@@ -31,9 +31,9 @@ def top_k_in_one_pass(
 
 def _kernel(scores_ref, ids_ref, *, k: int, height: int):
     tokens, experts = scores_ref.shape
-    token = pl.program_id(0) * height + jnp.arange(height)
-    expert = jnp.arange(power_of_two(experts))
-    choice = jnp.arange(power_of_two(k))
+    token = pl.program_id(0) * height + iota(height)
+    expert = iota(power_of_two(experts))
+    choice = iota(power_of_two(k))
     known = (token < tokens)[:, None] & (expert < experts)[None, :]
     scores = plt.load(scores_ref.at[token[:, None], expert[None, :]], mask=known, other=-jnp.inf)
     ids = jnp.zeros((height, choice.shape[0]), jnp.int32)

@@ -20,10 +20,9 @@ _CUBLAS_NEEDED = (13, 4)
 
 def import_early() -> None:
     """Imports Transformer Engine if it is installed for JAX and JAX has not started yet; never raises."""
-    if not _is_installed() or _jax_has_started():
-        return
     with contextlib.suppress(Exception):  # whatever is wrong is told by `why_no_te`, to those who want to use it
-        import transformer_engine.jax  # noqa: F401
+        if _is_installed() and not _jax_has_started():
+            import transformer_engine.jax  # noqa: F401
 
 
 @ft.cache

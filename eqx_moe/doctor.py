@@ -4,6 +4,7 @@ The exit status is 0 only if the best kernels for the machine can be used.
 """
 
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -53,8 +54,9 @@ def choices() -> dict[str, eqx_moe.Selection]:
 def complaints() -> list[str]:
     """What keeps the best kernels away, each with its remedy."""
     if jax.default_backend() == "gpu":
-        return [] if (reason := why_no_te()) is None else [reason]
-    if _driver() != "not found":
+        reason = why_no_te()
+        return [] if reason is None or "compute capability" in reason else [reason]
+    if _driver() != "not found" and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
         return ["there is an NVIDIA GPU, and JAX does not use it: pip install 'jax[cuda13]'"]
     return []
 

@@ -27,6 +27,7 @@ def test_report(capsys):
 )
 def test_status_is_zero_only_for_the_best_kernels(monkeypatch, capsys, backend, driver, expected):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setattr(doctor, "_driver", lambda: driver)
     monkeypatch.setattr(doctor, "why_no_te", lambda: "Transformer Engine is not installed for JAX: pip install it")
     assert doctor.main() == expected

@@ -350,3 +350,22 @@ class TestExperts:
         )
         assert_close(experts(x, grouping, weights), by_hand)
         assert not np.allclose(experts(x, grouping), by_hand)  # without weights every row counts fully
+
+
+@pytest.mark.parametrize("frozen", [("w_down",), ("w_gate_up", "w_down"), ("rows", "weights"), ("rows", "w_gate_up")])
+def test_frozen_arguments_change_nothing_and_keep_nothing(frozen):
+    """The others' gradients are the same, and no zeros stand in for the frozen ones."""
+    _, args, _ = operands("tail", 2, poison=False)
+    args["weights"] = normal(args["rows"].shape[0], seed=6)
+    sizes = jnp.array([5, 2, 7, 3], jnp.int32)
+    run = lambda args: jnp.sin(eqx_moe.grouped_mlp(args.pop("rows"), sizes, **args)).sum()
+    fixed = {name: args[name] for name in frozen}
+    free = {name: value for name, value in args.items() if name not in frozen}
+    partial = lambda free: run(free | fixed)
+    everything = jax.grad(lambda args: run(dict(args)))(args)
+    assert_close(jax.grad(partial)(free), {name: everything[name] for name in free})
+    _, tangent = jax.jvp(partial, (free,), (free,))
+    expected = sum(jnp.vdot(everything[name], free[name]) for name in free)
+    assert float(tangent) == pytest.approx(float(expected), rel=1e-4)
+    residuals = jax.tree.leaves(jax.vjp(partial, free)[1])
+    assert not any(leaf.size > 1 and not leaf.any() for leaf in residuals)

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 from jaxtyping import Array, Float, Int
 
+from .._pallas import gpu_platform
 from .._te import why_no_te
 from ._base import AbstractGroupedMatmul, Problem, Product, Side
 from ._blocked import BlockedDot
@@ -109,5 +110,5 @@ class AutoGroupedMatmul(AbstractGroupedMatmul):
 
 def default_platform() -> str:
     """The platform that JAX uses here, by the name kernels know it."""
-    backend = jax.default_backend()
-    return "cuda" if backend == "gpu" else backend
+    device = jax.devices()[0]
+    return gpu_platform(device) or device.platform

@@ -10,7 +10,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from .._dtypes import accumulator
-from .._pallas import out_struct, power_of_two, why_no_pallas
+from .._pallas import iota, out_struct, power_of_two, why_no_pallas
 from ._base import AbstractGroupedMatmul, Problem
 
 
@@ -38,6 +38,10 @@ class TiledDot(AbstractGroupedMatmul):
 
     tile: tuple[int, int, int, int, int] | None = eqx.field(static=True, default=None)
     interpret: bool = eqx.field(static=True, default=False)
+
+    def __check_init__(self):
+        if self.tile is not None and any(side < 16 or side & (side - 1) for side in self.tile[:3]):
+            raise ValueError(f"tile={self.tile}: rows, columns and inner must be powers of two of at least 16")
 
     def nn(
         self, x: Float[Array, "rows d_in"], w: Float[Array, "experts d_in d_out"], sizes: Int[Array, " experts"]
@@ -158,8 +162,9 @@ class TiledDot(AbstractGroupedMatmul):
 def _schedule(sizes: Int[Array, " experts"], rows: int, height: int) -> tuple[Array, Array]:
     """Where the groups start, in rows and in tiles of `height` rows. Behind the experts come the rows that belong to
     none, then the end of all, then numbers that no tile reaches, so that the length is a power of two."""
-    sizes = sizes.astype(jnp.int32)
-    sizes = jnp.append(sizes, rows - sizes.sum(dtype=jnp.int32))
+    # Sizes that promise more rows than there are must not make a kernel write past the end.
+    stops = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), rows)
+    sizes = jnp.diff(jnp.append(stops, rows), prepend=0).astype(jnp.int32)
     room = power_of_two(sizes.shape[0] + 2) - sizes.shape[0] - 1
     starts, tiles = (
         jnp.concatenate(
@@ -178,9 +183,9 @@ def _rows_kernel(x_ref, w_ref, starts_ref, tiles_ref, *refs, tile: Tile, transpo
     *index_refs, out_ref = refs
     d_in, d_out = x_ref.shape[1], out_ref.shape[1]
     row_tile, column_tile = _swizzled(pl.program_id(0), pl.cdiv(d_out, tile.columns), _ROW_TILES_TOGETHER)
-    expert = jnp.sum((tiles_ref[...] <= row_tile).astype(jnp.int32)) - 1
-    columns = column_tile * tile.columns + jnp.arange(tile.columns)
-    rows = starts_ref[expert] + (row_tile - tiles_ref[expert]) * tile.rows + jnp.arange(tile.rows)
+    expert = jnp.sum((tiles_ref[...] <= row_tile).astype(jnp.int32), dtype=jnp.int32) - 1
+    columns = column_tile * tile.columns + iota(tile.columns)
+    rows = starts_ref[expert] + (row_tile - tiles_ref[expert]) * tile.rows + iota(tile.rows)
     inside = rows < starts_ref[expert + 1]
     kept = inside[:, None] & (columns < d_out)[None, :]
 
@@ -190,7 +195,7 @@ def _rows_kernel(x_ref, w_ref, starts_ref, tiles_ref, *refs, tile: Tile, transpo
         columns_exist = _exists(columns, d_out, tile.columns)
 
         def step(i, total):
-            inner = i * tile.inner + jnp.arange(tile.inner)
+            inner = i * tile.inner + iota(tile.inner)
             inner_exists = _exists(inner, d_in, tile.inner)
             a = _load(x_ref, sources, inner, known, inner_exists)
             if transpose:
@@ -214,12 +219,12 @@ def _weights_kernel(x_ref, y_ref, starts_ref, *refs, tile: Tile, right: bool):
     _, d_in, d_out = out_ref.shape
     high, wide = pl.cdiv(d_in, tile.rows), pl.cdiv(d_out, tile.columns)
     expert, within = pl.program_id(0) // (high * wide), pl.program_id(0) % (high * wide)
-    left = within // wide * tile.rows + jnp.arange(tile.rows)
-    across = within % wide * tile.columns + jnp.arange(tile.columns)
+    left = within // wide * tile.rows + iota(tile.rows)
+    across = within % wide * tile.columns + iota(tile.columns)
     start, stop = starts_ref[expert], starts_ref[expert + 1]
 
     def step(i, total):
-        rows = start + i * tile.inner + jnp.arange(tile.inner)
+        rows = start + i * tile.inner + iota(tile.inner)
         inside = rows < stop
         sources, known = _sources(index_refs, rows, inside, (y_ref if right else x_ref).shape[0])
         (x_rows, x_known), (y_rows, y_known) = ((rows, inside), (sources, known))[:: 1 if right else -1]
