@@ -88,7 +88,8 @@ def _transpose(cotangent, h, weights, w, sizes, *rest, directions, activation, m
     gather = tuple(jnp.asarray(x) for x in gather)
     wanted = [x is not None and ad.is_undefined_primal(x) for x in given]
     found: list[Array | None] = [None, None, None]
-    act = weighted_activation(*lax.optimization_barrier((h, weights)), activation)
+    h, weights = lax.optimization_barrier((h, weights))
+    act = weighted_activation(h, weights, activation)
     if wanted[0] or wanted[1]:
         dact = bind_product(Product.NT, matmul, cotangent, w, sizes, gather, Side.A if gather else Side.NONE)
         act, found[0], found[1] = _activation_backward(h, weights, dact, activation)

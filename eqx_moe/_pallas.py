@@ -1,6 +1,7 @@
 """What the kernels written in Pallas share."""
 
 import functools as ft
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ def why_no_pallas(platform: str) -> str | None:
     return None
 
 
-def gpu_platform(device: jax.Device) -> str | None:
+def gpu_platform(device: Any) -> str | None:
     """`"cuda"` or `"rocm"`; `None` for other devices."""
     if device.platform != "gpu":
         return None
