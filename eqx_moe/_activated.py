@@ -122,7 +122,7 @@ def _register(primitive: Primitive, apply) -> None:
     @primitive.def_abstract_eval
     def _(h, weights, w, sizes, *rest, activation, matmul, directions=()):
         gather = rest[: len(rest) - sum(directions)]
-        rows = h.update(shape=(h.shape[0], h.shape[2]))
+        rows = jax.ShapeDtypeStruct((h.shape[0], h.shape[2]), h.dtype)
         side = Side.OUT if gather else Side.NONE
         return reshaped(h, product_shape(Product.NN, side, rows, w, sizes, *gather))
 
