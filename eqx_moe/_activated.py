@@ -88,11 +88,13 @@ def _transpose(cotangent, h, weights, w, sizes, *rest, directions, activation, m
     gather = tuple(jnp.asarray(x) for x in gather)
     wanted = [x is not None and ad.is_undefined_primal(x) for x in given]
     found: list[Array | None] = [None, None, None]
+    # Behind a barrier, or the compiler would keep the activation of the forward pass instead.
     h, weights = lax.optimization_barrier((h, weights))
-    act = weighted_activation(h, weights, activation)
     if wanted[0] or wanted[1]:
         dact = bind_product(Product.NT, matmul, cotangent, w, sizes, gather, Side.A if gather else Side.NONE)
         act, found[0], found[1] = _activation_backward(h, weights, dact, activation)
+    else:
+        act = weighted_activation(h, weights, activation)
     if wanted[2]:
         found[2] = bind_product(Product.TN, matmul, act, cotangent, sizes, gather, Side.B if gather else Side.NONE)
     kept = [ct if want else None for ct, want, d in zip(found, wanted, directions, strict=True) if d]
@@ -108,8 +110,6 @@ def _activation_backward(h: Array, weights: Array, dact: Array, activation: Abst
         return lax.platform_dependent(h, weights, dact, cuda=kernel, default=plain)
 
     def plain(h, weights, dact):
-        # Behind a barrier, or the compiler would keep the activation of the forward pass instead.
-        h, weights = lax.optimization_barrier((h, weights))
         act, pull_back = jax.vjp(lambda h, weights: weighted_activation(h, weights, activation), h, weights)
         return act, *pull_back(dact)
 
