@@ -11,6 +11,12 @@ with _install_import_hook("eqx_moe", "beartype.beartype"):
     from ._activations import ReGLU as ReGLU
     from ._activations import SquaredReLU as SquaredReLU
     from ._activations import SwiGLU as SwiGLU
+    from ._exchange._auto import AutoExchange as AutoExchange
+    from ._exchange._base import AbstractExchange as AbstractExchange
+    from ._exchange._base import ExchangePlan as ExchangePlan
+    from ._exchange._gather import AllGatherReduceScatter as AllGatherReduceScatter
+    from ._exchange._padded import PaddedAllToAll as PaddedAllToAll
+    from ._exchange._ragged import RaggedAllToAll as RaggedAllToAll
     from ._experts import PRE_ACTIVATION as PRE_ACTIVATION
     from ._experts import Experts as Experts
     from ._experts import grouped_mlp as grouped_mlp
@@ -44,6 +50,9 @@ with _install_import_hook("eqx_moe", "beartype.beartype"):
     from ._moe import LatentProjection as LatentProjection
     from ._moe import MoE as MoE
     from ._moe import SharedExperts as SharedExperts
+    from ._parallel import ExpertParallel as ExpertParallel
+    from ._parallel import Overflow as Overflow
+    from ._parallel import Width as Width
     from ._plot import plot_load as plot_load
     from ._router import Router as Router
     from ._router import SelectionBias as SelectionBias
@@ -60,7 +69,10 @@ with _install_import_hook("eqx_moe", "beartype.beartype"):
     from ._select import EXPERT_LOGITS as EXPERT_LOGITS
     from ._select import GroupLimit as GroupLimit
     from ._select import select_experts as select_experts
+    from ._specs import initialise_sharded as initialise_sharded
+    from ._specs import partition_specs as partition_specs
     from ._stats import MoEStats as MoEStats
+    from ._stats import check_overflow as check_overflow
     from ._stats import dead_experts as dead_experts
     from ._stats import expert_load as expert_load
     from ._stats import load_entropy as load_entropy

@@ -1,13 +1,15 @@
 """The mixture-of-experts layer."""
 
 import functools as ft
+from collections.abc import Callable
+from typing import TypeAlias, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from ._activations import AbstractActivation, SwiGLU, weighted_activation
 from ._experts import PRE_ACTIVATION, Experts
@@ -15,10 +17,15 @@ from ._grouping import Grouping, group_by_expert, row_weights
 from ._init import check_positive, scaled_normal
 from ._matmul._auto import AutoGroupedMatmul
 from ._matmul._base import AbstractGroupedMatmul
+from ._parallel import ExpertParallel
 from ._router import Router, SelectionBias
 from ._routing import AbstractRoutingRule, Routing, mask_routing, router_logits
 from ._select import EXPERT_IDS, EXPERT_LOGITS
-from ._stats import MoEStats, routing_stats
+from ._stats import MoEStats, expert_load, routing_stats
+
+_T = TypeVar("_T")
+# What sorts the assignments, or merely counts them: its result, and the load.
+_Group: TypeAlias = Callable[[Routing], tuple[_T, Int[Array, " experts"]]]
 
 
 class LatentProjection(eqx.Module):
@@ -70,6 +77,7 @@ class MoE(eqx.Module):
     latent: LatentProjection | None
     selection_bias: SelectionBias | None
     rule: AbstractRoutingRule
+    parallel: ExpertParallel | None
 
     def __init__(
         self,
@@ -80,6 +88,7 @@ class MoE(eqx.Module):
         rule: AbstractRoutingRule,
         activation: AbstractActivation = SwiGLU(),
         matmul: AbstractGroupedMatmul = AutoGroupedMatmul(),
+        parallel: ExpertParallel | None = None,
         expert_bias: bool = False,
         router_bias: bool = False,
         selection_bias: bool = False,
@@ -99,6 +108,8 @@ class MoE(eqx.Module):
         - `rule`: from logits to experts and weights, such as [`eqx_moe.SoftmaxTopK`][].
         - `activation`: of the experts, the shared ones too.
         - `matmul`: the grouped-matmul kernel.
+        - `parallel`: how the layer is divided among the devices of a mesh, an [`eqx_moe.ExpertParallel`][]; the layer
+          then has to be called inside `jax.shard_map`. `num_experts` and `d_ff` are those of all devices together.
         - `expert_bias`: whether the experts' projections have biases.
         - `router_bias`: whether the logits have a learned bias.
         - `selection_bias`: whether there is a [`eqx_moe.SelectionBias`][], which starts at zero.
@@ -147,6 +158,7 @@ class MoE(eqx.Module):
             )
         self.selection_bias = SelectionBias(jnp.zeros(num_experts, jnp.float32)) if selection_bias else None
         self.rule = rule
+        self.parallel = parallel
 
     def __call__(
         self, x: Float[Array, "*batch d_model"], *, mask: Bool[Array, "*batch"] | None = None, key: Array | None = None
@@ -164,9 +176,14 @@ class MoE(eqx.Module):
         mask = None if mask is None else mask.reshape(-1)
         if mask is not None:
             tokens = jnp.where(mask[:, None], tokens, 0)
-        routing, grouping, stats = self.route(tokens, mask=mask, key=key)
         inner = tokens if self.latent is None else _project(tokens, self.latent.down)
-        y = self.experts(inner, grouping, row_weights(routing, grouping))
+        if self.parallel is None:
+            routing, grouping, stats = self.route(tokens, mask=mask, key=key)
+            y = self.experts(inner, grouping, row_weights(routing, grouping))
+        else:
+            routing, _, stats = self._route(tokens, mask, key, _count)
+            y, overflow = self.parallel(self.experts, inner, routing)
+            stats = eqx.tree_at(lambda stats: stats.overflow, stats, overflow)
         y = y if self.latent is None else _project(y, self.latent.up)
         y = y if self.shared is None else y + self.shared(tokens)
         y = y if mask is None else jnp.where(mask[:, None], y, 0)
@@ -177,9 +194,19 @@ class MoE(eqx.Module):
     ) -> tuple[Routing, Grouping, MoEStats]:
         """Where the tokens go. The backward pass never chooses experts again, and computes the logits again only for
         losses that need all of them."""
+        return self._route(x, mask, key, _group)
+
+    def _route(
+        self,
+        x: Float[Array, "tokens d_model"],
+        mask: Bool[Array, " tokens"] | None,
+        key: Array | None,
+        group: _Group[_T],
+    ) -> tuple[Routing, _T, MoEStats]:
         policy = jax.checkpoint_policies.save_only_these_names(EXPERT_IDS, EXPERT_LOGITS)
         bias = None if self.selection_bias is None else self.selection_bias.value.astype(jnp.float32)
-        return jax.checkpoint(ft.partial(_route, rule=self.rule), policy=policy)(self.router, x, bias, mask, key)
+        route = jax.checkpoint(ft.partial(_route, rule=self.rule, group=group), policy=policy)
+        return route(self.router, x, bias, mask, key)
 
 
 @jax.checkpoint  # so that the casted weights do not live until the backward pass
@@ -208,14 +235,24 @@ def _route(
     key: Array | None,
     *,
     rule: AbstractRoutingRule,
-) -> tuple[Routing, Grouping, MoEStats]:
+    group: _Group[_T],
+) -> tuple[Routing, _T, MoEStats]:
     x = x if mask is None else jnp.where(mask[:, None], x, 0)  # also keeps NaN out of the router's gradient
     logits = router(x, key=key)
     routing = rule(logits, bias=None if bias is None else lax.stop_gradient(bias))
     _check_routing(logits, routing, rule.k)
     routing = routing if mask is None else mask_routing(routing, mask)
+    grouping, load = group(routing)
+    return routing, grouping, routing_stats(logits, rule.probabilities(logits), load, mask=mask)
+
+
+def _group(routing: Routing) -> tuple[Grouping, Int[Array, " experts"]]:
     grouping = group_by_expert(routing)
-    return routing, grouping, routing_stats(logits, rule.probabilities(logits), grouping.sizes, mask=mask)
+    return grouping, grouping.sizes
+
+
+def _count(routing: Routing) -> tuple[None, Int[Array, " experts"]]:
+    return None, expert_load(routing)
 
 
 def _check_rule(rule: AbstractRoutingRule, num_experts: int) -> None:

@@ -103,6 +103,24 @@ def total_stats(stats: MoEStats, *, axis_name: str | tuple[str, ...] | None = No
     return total if axis_name is None else lax.psum(total, axis_name)
 
 
+def check_overflow(stats: MoEStats) -> None:
+    """Raises if any assignment was dropped; call it on the host, after the step, so that no device is left waiting in a
+    collective operation.
+
+    **Arguments:**
+
+    - `stats`: with any number of leading axes; concrete, so outside of `jax.jit`.
+
+    **Raises:** `OverflowError` with the number of dropped assignments, and the remedy.
+    """
+    dropped, served = (int(np.sum(np.asarray(x), dtype=np.int64)) for x in (stats.overflow, stats.load))
+    if dropped:
+        raise OverflowError(
+            f"{dropped} of {served} assignments did not fit into the receive buffers and were dropped: raise "
+            "capacity_factor, or use Overflow.EXACT or capacity_factor=None, which drop nothing"
+        )
+
+
 def max_violation(load: Int[Array, "*batch experts"]) -> Float32[Array, "*batch"]:
     """How far the most loaded expert is above the mean, as a share of the mean: MaxVio of
     [arXiv:2408.15664](https://arxiv.org/abs/2408.15664). 0 is perfect balance, `experts - 1` is all on one; 0

@@ -171,6 +171,29 @@ def test_layer_in_bfloat16(name):
     assert_close(jax.tree.map(lambda a: a.astype("float32"), actual[1]), expected[1], dtype="bfloat16")
 
 
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_batch_in_bfloat16_equals_folding_it(name):
+    # All experts are chosen: a choice could turn out differently where rounding does.
+    moe, x = initialised(name, 96, 8, k=8), normal(4, 125, 64, dtype="bfloat16")
+    batched = value_and_gradients(lambda moe, x: jax.vmap(moe)(x)[0], moe, x)
+    folded = value_and_gradients(lambda moe, x: moe(x)[0], moe, x)
+    assert_close(batched, folded, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("dtype, name", [("float32", "tiled"), ("bfloat16", "te"), ("bfloat16", "auto")])
+def test_inside_shard_map(name, dtype, check_vma):
+    """On a mesh of one device: what the kernels owe `check_vma`, which the lowering checks."""
+    moe, x = initialised(name, 96, 8), normal(512, 64, dtype=dtype)
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P("data"), "check_vma": check_vma}
+    sharded = jax.shard_map(lambda moe, x: moe(x)[0], mesh=mesh, **specs)
+    with jax.default_matmul_precision("highest"):
+        inside = value_and_gradients(sharded, moe, x)
+        outside = value_and_gradients(lambda moe, x: moe(x)[0], moe, x)
+    assert_close(inside, outside, dtype=dtype)
+
+
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("name", ["tiled", "te"])
 def test_two_layers_of_different_sizes_scanned_and_unrolled(name, checkpoint):

@@ -1,0 +1,240 @@
+"""Expert parallelism: the local layer with `send` before and `receive` after the experts."""
+
+import dataclasses
+import enum
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from ._exchange._auto import AutoExchange
+from ._exchange._base import AbstractExchange, ExchangePlan, check_capacity_factor
+from ._experts import PRE_ACTIVATION, Experts
+from ._grouping import Grouping, group_by_expert, row_weights
+from ._init import check_positive
+from ._routing import Routing
+from ._vma import match_varying
+
+
+class Overflow(enum.Enum):
+    """What happens to assignments that do not fit into a receive buffer of bounded size. They are counted in
+    [`eqx_moe.MoEStats`][]`.overflow` always."""
+
+    COUNT = "they are dropped"
+    EXACT = "further rounds serve them, until none is left"
+    RAISE = "the output becomes NaN, and `check_overflow` raises after the step"
+
+
+class Width(enum.Enum):
+    """One of the two widths of an expert."""
+
+    D_MODEL = "d_model"
+    D_FF = "d_ff"
+
+
+class ExpertParallel(eqx.Module):
+    """How a layer is divided among the devices of a mesh, inside `jax.shard_map`.
+
+    ```python
+    parallel = eqx_moe.ExpertParallel(axis="expert")
+    moe = eqx_moe.MoE(512, 1024, 16, rule=eqx_moe.SoftmaxTopK(k=2), parallel=parallel, key=key)
+    specs = eqx_moe.partition_specs(moe)
+    tokens = jax.P(("data", "expert"))
+    run = jax.shard_map(lambda moe, x: moe(x)[0], mesh=mesh, in_specs=(specs, tokens), out_specs=tokens)
+    ```
+
+    By default nothing is ever dropped, and buffers are as large as the worst routing needs;
+    [`eqx_moe.plan_memory`][] says beforehand what that is, and what the alternatives are.
+
+    - `axis`: the mesh axis over which experts are sharded, and tokens too; `None` if every device has all experts, or
+      gathers them along `fsdp_axis`.
+    - `exchange`: an [`eqx_moe.AbstractExchange`][].
+    - `capacity_factor`: receive buffers as a multiple of what perfect balance would need, or `None` for the worst case.
+    - `overflow`: what happens to assignments that do not fit into them, an [`eqx_moe.Overflow`][].
+    - `chunks`: the tokens of a shard pass in so many parts, one after another, each computed again in the backward
+      pass: buffers are smaller by that factor.
+    - `tensor_axis`: a mesh axis over which `d_ff` is sharded, or `None`.
+    - `sequence_parallel`: whether tokens are sharded over `tensor_axis` too: they are gathered before the experts, and
+      the results reduce-scattered. Otherwise they must be the same along it, and results are all-reduced.
+    - `fsdp_axis`: a mesh axis over which the experts' weights are sharded too, and gathered for use, in the dtype of
+      the tokens, in the forward pass and again in the backward pass; or `None`. Usually the axis of the data.
+    - `fsdp_width`: along which of their widths, an [`eqx_moe.Width`][].
+    """
+
+    axis: str | None = eqx.field(static=True, default="expert")
+    exchange: AbstractExchange = AutoExchange()
+    capacity_factor: float | int | None = eqx.field(static=True, default=None, kw_only=True)
+    overflow: Overflow = eqx.field(static=True, default=Overflow.COUNT, kw_only=True)
+    chunks: int = eqx.field(static=True, default=1, kw_only=True)
+    tensor_axis: str | None = eqx.field(static=True, default=None, kw_only=True)
+    sequence_parallel: bool = eqx.field(static=True, default=True, kw_only=True)
+    fsdp_axis: str | None = eqx.field(static=True, default=None, kw_only=True)
+    fsdp_width: Width = eqx.field(static=True, default=Width.D_FF, kw_only=True)
+
+    def __check_init__(self):
+        check_capacity_factor(self.capacity_factor)
+        check_positive(chunks=self.chunks)
+        axes = [axis for axis in (self.axis, self.tensor_axis, self.fsdp_axis) if axis is not None]
+        if len(set(axes)) < len(axes):
+            raise ValueError(f"axis, tensor_axis and fsdp_axis must be different mesh axes: got {axes}")
+
+    def __call__(
+        self, experts: Experts, x: Float[Array, "tokens d_model"], routing: Routing
+    ) -> tuple[Float[Array, "tokens d_model"], Int32[Array, ""]]:
+        """**Arguments:**
+
+        - `experts`: this device's part of an [`eqx_moe.Experts`][].
+        - `x`: `[tokens, d_model]`, this device's.
+        - `routing`: an [`eqx_moe.Routing`][] of these tokens over the experts of all devices.
+
+        **Returns:** the output, like `x`, and the number of assignments that did not fit, int32: every one counted by
+        one device (with `tensor_axis`, by each along it).
+
+        **Raises:** `ValueError` if sizes do not fit the mesh.
+        """
+        _check_tokens(x, routing.experts)
+        experts = jax.tree.map(lambda leaf: match_varying(leaf, x)[0], experts)
+        if self.tensor_axis is None:
+            return _serve_in_chunks(self, experts, x, routing)
+        index = lax.axis_index(self.tensor_axis)
+        if experts.b_down is not None:  # one device along the axis adds it, or it would be summed over them
+            experts = eqx.tree_at(lambda experts: experts.b_down, experts, jnp.where(index == 0, experts.b_down, 0))
+        if not self.sequence_parallel:
+            y, overflow = _serve_in_chunks(self, experts, x, routing)
+            return lax.psum(y, self.tensor_axis), overflow
+        gather = lambda leaf: lax.all_gather(leaf, self.tensor_axis, tiled=True)
+        y, overflow = _serve_in_chunks(self, experts, gather(x), jax.tree.map(gather, routing))
+        return lax.psum_scatter(y, self.tensor_axis, tiled=True), overflow
+
+
+def expert_specs(parallel: ExpertParallel, experts: Experts) -> Experts:
+    """The `PartitionSpec` of every array, in the structure of `experts`."""
+    over_ff = (parallel.tensor_axis, parallel.fsdp_axis if parallel.fsdp_width is Width.D_FF else None)
+    d_ff = tuple(axis for axis in over_ff if axis is not None) or None
+    d_model = parallel.fsdp_axis if parallel.fsdp_width is Width.D_MODEL else None
+    specs = {
+        "w_gate_up": jax.P(parallel.axis, d_model, None, d_ff),
+        "w_down": jax.P(parallel.axis, d_ff, d_model),
+        "b_gate_up": jax.P(parallel.axis, None, d_ff),
+        "b_down": jax.P(parallel.axis, d_model),
+    }
+    here = [name for name in specs if getattr(experts, name) is not None]
+    where = lambda experts: [getattr(experts, name) for name in here]
+    return eqx.tree_at(where, experts, [specs[name] for name in here])
+
+
+def _serve_in_chunks(
+    parallel: ExpertParallel, experts: Experts, x: Float[Array, "tokens d_model"], routing: Routing
+) -> tuple[Float[Array, "tokens d_model"], Int32[Array, ""]]:
+    if parallel.chunks == 1:
+        return _serve(parallel, experts, x, routing)
+    if x.shape[0] % parallel.chunks:
+        raise ValueError(f"tokens={x.shape[0]} of a device cannot be divided into chunks={parallel.chunks}")
+
+    # Rematerialised as a whole, so that gathered weights are not kept, and by chunk, so that buffers are not.
+    @jax.checkpoint
+    def run(experts, x, routing):
+        experts = _gather_weights(parallel, experts, x.dtype)
+        serve = jax.checkpoint(ft.partial(_serve, dataclasses.replace(parallel, fsdp_axis=None), experts))
+        split = lambda leaf: leaf.reshape(parallel.chunks, -1, *leaf.shape[1:])
+        y, overflow = lax.map(lambda chunk: serve(*chunk), jax.tree.map(split, (x, routing)))
+        return y.reshape(x.shape), overflow.sum(dtype=jnp.int32)
+
+    return run(experts, x, routing)
+
+
+def _serve(
+    parallel: ExpertParallel, experts: Experts, x: Float[Array, "tokens d_model"], routing: Routing
+) -> tuple[Float[Array, "tokens d_model"], Int32[Array, ""]]:
+    """All rounds that the policy asks for."""
+    if parallel.axis is None:
+        grouping = group_by_expert(routing)
+        y = _compute(parallel, experts, x, grouping, row_weights(routing, grouping))
+        return y, jnp.zeros((), jnp.int32)
+    y, plan = _exchange_and_compute(parallel, experts, x, routing, 0)
+    if parallel.overflow is Overflow.RAISE:
+        y = jnp.where(plan.overflow > 0, jnp.nan, y)
+    if parallel.overflow is not Overflow.EXACT:
+        return y, plan.overflow
+    return _serve_the_rest(parallel, experts, x, routing, y, plan.rounds), jnp.zeros_like(plan.overflow)
+
+
+def _serve_the_rest(
+    parallel: ExpertParallel,
+    experts: Experts,
+    x: Float[Array, "tokens d_model"],
+    routing: Routing,
+    y: Float[Array, "tokens d_model"],
+    rounds: Int32[Array, ""],
+) -> Float[Array, "tokens d_model"]:
+    """Adds the rounds after the first. Their number is known on the device only, their largest one here: a scan over
+    that many, which skips those that are not needed, is differentiable where a loop is not."""
+    (tokens, k), shards = routing.experts.shape, lax.axis_size(parallel.axis)
+    rows = lambda factor: parallel.exchange.rows(tokens, k, routing.num_experts, shards, factor)
+    most = -(-rows(None) // max(rows(parallel.capacity_factor), 1))
+    if parallel.fsdp_axis is not None:  # whose devices gather weights together
+        rounds = lax.pmax(rounds, parallel.fsdp_axis)
+
+    @jax.checkpoint
+    def add(round, y, experts, x, routing):
+        return y + _exchange_and_compute(parallel, experts, x, routing, round)[0]
+
+    def step(y, round):
+        skip = lambda round, y, *_: y
+        return lax.cond(round < rounds, add, skip, round, y, experts, x, routing), None
+
+    return lax.scan(step, y, jnp.arange(1, most, dtype=jnp.int32))[0]
+
+
+def _exchange_and_compute(
+    parallel: ExpertParallel,
+    experts: Experts,
+    x: Float[Array, "tokens d_model"],
+    routing: Routing,
+    round: int | Int32[Array, ""],
+) -> tuple[Float[Array, "tokens d_model"], ExchangePlan]:
+    exchange = parallel.exchange
+    assert parallel.axis is not None
+    plan = exchange.plan(routing, axis_name=parallel.axis, capacity_factor=parallel.capacity_factor, round=round)
+    rows = exchange.send(x, plan)
+    rows = _compute(parallel, experts, rows, plan.grouping, exchange.send_weights(routing.weights, plan))
+    return exchange.receive(rows, plan), plan
+
+
+def _compute(
+    parallel: ExpertParallel,
+    experts: Experts,
+    x: Float[Array, "capacity d_model"],
+    grouping: Grouping,
+    weights: Float[Array, " rows"],
+) -> Float[Array, "capacity d_model"]:
+    if parallel.fsdp_axis is None:
+        return experts(x, grouping, weights)
+
+    @ft.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(PRE_ACTIVATION))
+    def run(experts, x, grouping, weights):
+        return _gather_weights(parallel, experts, x.dtype)(x, grouping, weights)
+
+    return run(experts, x, grouping, weights)
+
+
+def _gather_weights(parallel: ExpertParallel, experts: Experts, dtype: jnp.dtype) -> Experts:
+    """The experts with whole widths, as far as `fsdp_axis` divides them."""
+    axis = parallel.fsdp_axis
+    if axis is None:
+        return experts
+
+    def gather(leaf, spec):
+        (dimension,) = [i for i, axes in enumerate(spec) if axis == axes or (isinstance(axes, tuple) and axis in axes)]
+        return lax.all_gather(leaf.astype(dtype), axis, axis=dimension, tiled=True)
+
+    sharded = lambda spec: any(axis == axes or (isinstance(axes, tuple) and axis in axes) for axes in spec)
+    return jax.tree.map(
+        lambda leaf, spec: gather(leaf, spec) if sharded(spec) else leaf, experts, expert_specs(parallel, experts)
+    )
+
+
+def _check_tokens(x: Float[Array, "tokens d_model"], experts: Int32[Array, "tokens k"]) -> None: ...
