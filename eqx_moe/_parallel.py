@@ -96,6 +96,7 @@ class ExpertParallel(eqx.Module):
         **Raises:** `ValueError` if sizes do not fit the mesh.
         """
         _check_tokens(x, routing.experts)
+        self._check_mesh(experts, routing)
         experts = jax.tree.map(lambda leaf: match_varying(leaf, x)[0], experts)
         if self.tensor_axis is None:
             return _serve_in_chunks(self, experts, x, routing)
@@ -108,6 +109,20 @@ class ExpertParallel(eqx.Module):
         gather = lambda leaf: lax.all_gather(leaf, self.tensor_axis, tiled=True)
         y, overflow = _serve_in_chunks(self, experts, gather(x), jax.tree.map(gather, routing))
         return lax.psum_scatter(y, self.tensor_axis, tiled=True), overflow
+
+    def _check_mesh(self, experts: Experts, routing: Routing) -> None:
+        sizes = {axis: _axis_size(axis) for axis in (self.axis, self.tensor_axis, self.fsdp_axis) if axis is not None}
+        shards, held = sizes.get(self.axis, 1), experts.w_gate_up.shape[0]
+        if routing.num_experts % shards:
+            raise ValueError(
+                f"experts={routing.num_experts} cannot be divided among the {shards} shards of the mesh axis "
+                f"{self.axis!r}"
+            )
+        if shards * held != routing.num_experts:
+            raise ValueError(
+                f"experts: {shards} shards along {self.axis!r} hold {held} each, and the router has "
+                f"{routing.num_experts}: shard the layer as `eqx_moe.partition_specs` says"
+            )
 
 
 def expert_specs(parallel: ExpertParallel, experts: Experts) -> Experts:
@@ -124,6 +139,16 @@ def expert_specs(parallel: ExpertParallel, experts: Experts) -> Experts:
     here = [name for name in specs if getattr(experts, name) is not None]
     where = lambda experts: [getattr(experts, name) for name in here]
     return eqx.tree_at(where, experts, [specs[name] for name in here])
+
+
+def _axis_size(axis: str) -> int:
+    try:
+        return lax.axis_size(axis)
+    except NameError as error:
+        raise ValueError(
+            f"the layer is divided over the mesh axis {axis!r}, which does not exist here: call it inside "
+            "`jax.shard_map` over a mesh that has this axis, or make it with parallel=None"
+        ) from error
 
 
 def _serve_in_chunks(
@@ -175,6 +200,8 @@ def _serve_the_rest(
     (tokens, k), shards = routing.experts.shape, lax.axis_size(parallel.axis)
     rows = lambda factor: parallel.exchange.rows(tokens, k, routing.num_experts, shards, factor)
     most = -(-rows(None) // max(rows(parallel.capacity_factor), 1))
+    if most == 1:
+        return y
     if parallel.fsdp_axis is not None:  # whose devices gather weights together
         rounds = lax.pmax(rounds, parallel.fsdp_axis)
 

@@ -1,0 +1,319 @@
+"""Layers divided among 8 virtual CPU devices, against the same layers on one."""
+
+import functools as ft
+import itertools
+import re
+from collections import Counter
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import eqx_moe
+from eqx_moe import ExpertParallel, Overflow, Width
+
+from .helpers import (
+    SEVERAL,
+    assert_close,
+    assert_equal,
+    count,
+    equations,
+    index,
+    make_moe,
+    normal,
+    stack,
+    value_and_gradients,
+)
+from .test_exchange import EXCHANGES
+
+ALONE, DATA, THREE = {"expert": 8}, {"data": 2, "expert": 4}, {"data": 2, "expert": 2, "tensor": 2}
+TOKENS, WIDTH, EXPERTS = 64, 8, 8
+EXACT = {"capacity_factor": 0.7, "overflow": Overflow.EXACT}
+FULL = {"tensor_axis": "tensor", "fsdp_axis": "data"}
+# The mesh, the layer's options, and the axes that tokens are sharded over.
+COMPOSITIONS = {
+    "experts alone": (ALONE, {}, ("expert",)),
+    "data x experts": (DATA, {}, ("data", "expert")),
+    "chunks": (DATA, {"chunks": 2}, ("data", "expert")),
+    "exact rounds": (DATA, EXACT, ("data", "expert")),
+    "weights sharded along d_ff": (DATA, {"fsdp_axis": "data"}, ("data", "expert")),
+    "weights sharded along d_model": (DATA, {"fsdp_axis": "data", "fsdp_width": Width.D_MODEL}, ("data", "expert")),
+    "sequences sharded over tensor": (THREE, {"tensor_axis": "tensor"}, ("data", "expert", "tensor")),
+    "tokens whole along tensor": (
+        THREE,
+        {"tensor_axis": "tensor", "sequence_parallel": False},
+        ("data", "expert"),
+    ),
+    "all at once": (THREE, {**FULL, **EXACT, "chunks": 2}, ("data", "expert", "tensor")),
+}
+NO_EXCHANGE = {
+    "weights sharded alone": (DATA, {"axis": None, "fsdp_axis": "data"}, ("data", "expert")),
+    "tensor alone": (THREE, {"axis": None, "tensor_axis": "tensor"}, ("data", "expert", "tensor")),
+}
+
+
+def make_mesh(axes, axis_type=AxisType.Auto):
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(axis_type,) * len(axes))
+
+
+def sharded(moe, mesh, tokens, check_vma=True, apply=lambda moe, x, mask: moe(x, mask=mask)):
+    """The layer as a function of all tokens, whose statistics are those of all devices."""
+
+    def body(moe, x, mask):
+        y, stats = apply(moe, x, mask)
+        return y, eqx_moe.total_stats(stats, axis_name=tokens)
+
+    specs = (eqx_moe.partition_specs(moe), jax.P(tokens), jax.P(tokens))
+    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(jax.P(tokens), jax.P()), check_vma=check_vma)
+
+
+def without(moe):
+    return eqx.tree_at(lambda moe: moe.parallel, moe, None)
+
+
+X, MASK = normal(TOKENS, WIDTH), jnp.arange(TOKENS) % 7 > 0
+
+
+@ft.cache
+def on_one_device():
+    run = jax.jit(lambda *args: value_and_gradients(lambda moe, x, mask: moe(x, mask=mask), *args))
+    return run(make_moe(WIDTH, 8, EXPERTS, **SEVERAL), X, MASK)
+
+
+def check(moe, mesh, tokens, **options):
+    run = jax.jit(lambda *args: value_and_gradients(sharded(moe, mesh, tokens, **options), *args))
+    actual = run(moe, X, MASK)
+    assert_close(actual, on_one_device())
+    return actual
+
+
+# What an exchange does differs in the first four; the others only need one.
+PAIRS = [(name, exchange) for name in list(COMPOSITIONS)[:4] for exchange in EXCHANGES]
+PAIRS += list(zip(list(COMPOSITIONS)[4:-1], itertools.cycle(EXCHANGES)))
+PAIRS += [("all at once", exchange) for exchange in ("padded", "ragged")]
+
+
+@pytest.mark.parametrize("composition, exchange", PAIRS)
+def test_equals_one_device(composition, exchange):
+    """Outputs, statistics (the overflow, 0, too) and all gradients of a loss with balance losses in it."""
+    axes, options, tokens = COMPOSITIONS[composition]
+    parallel = ExpertParallel(exchange=EXCHANGES[exchange], **options)
+    check(make_moe(WIDTH, 8, EXPERTS, parallel=parallel, **SEVERAL), make_mesh(axes), tokens)
+
+
+@pytest.mark.parametrize("composition", NO_EXCHANGE)
+def test_without_an_exchange(composition):
+    axes, options, tokens = NO_EXCHANGE[composition]
+    check(make_moe(WIDTH, 8, EXPERTS, parallel=ExpertParallel(**options), **SEVERAL), make_mesh(axes), tokens)
+
+
+@pytest.mark.parametrize("check_vma, axis_type", [(False, AxisType.Auto), (True, AxisType.Explicit)])
+@pytest.mark.parametrize("composition", ["data x experts", "all at once"])
+def test_other_meshes(composition, check_vma, axis_type):
+    axes, options, tokens = COMPOSITIONS[composition]
+    moe = make_moe(WIDTH, 8, EXPERTS, parallel=ExpertParallel(**options), **SEVERAL)
+    mesh = make_mesh(axes, axis_type)
+    place = lambda tree, specs: jax.device_put(tree, jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs))
+    with jax.set_mesh(mesh):
+        run = jax.jit(lambda *a: value_and_gradients(sharded(moe, mesh, tokens, check_vma), *a))
+        actual = run(place(moe, eqx_moe.partition_specs(moe)), *place((X, MASK), (jax.P(tokens),) * 2))
+    assert_close(actual, on_one_device())
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_vmap_inside(exchange):
+    """A batch of sequences on every device: as many plans as sequences."""
+    moe = make_moe(WIDTH, 8, EXPERTS, parallel=ExpertParallel(exchange=EXCHANGES[exchange]), **SEVERAL)
+    batch = lambda moe, x, mask: jax.vmap(lambda x, mask: moe(x, mask=mask))(x, mask)
+    mesh = make_mesh(DATA)
+    run = sharded(moe, mesh, ("data", "expert"), apply=batch)
+    x, mask = X.reshape(16, 4, WIDTH), MASK.reshape(16, 4)
+    (y, stats), gradients = jax.jit(lambda *args: value_and_gradients(run, *args))(moe, x, mask)
+    actual = (y.reshape(X.shape), stats), (gradients[0], gradients[1].reshape(X.shape))
+    assert_close(actual, on_one_device())
+
+
+def test_two_layers_in_one_step_scanned_checkpointed_and_accumulated():
+    """Of other sizes and exchanges; the gradients of two micro-batches are added up in a scan around that of layers."""
+    kinds = [
+        {"d_ff": 8, "num_experts": 8, "k": 2, "parallel": ExpertParallel(exchange=EXCHANGES["padded"])},
+        {"d_ff": 6, "num_experts": 4, "k": 1, "parallel": ExpertParallel(exchange=EXCHANGES["gather"])},
+    ]
+    layers = stack([tuple(make_moe(WIDTH, **kind, seed=seed) for kind in kinds) for seed in range(3)])
+    mesh, tokens = make_mesh(DATA), ("data", "expert")
+
+    def loss(layers, x):
+        @jax.checkpoint
+        def block(x, two):
+            for layer in two:
+                x = x + layer(x)[0]
+            return x, None
+
+        return jnp.sin(jax.lax.scan(block, x, layers)[0]).sum()
+
+    def accumulate(gradient_of, layers, x):
+        add = lambda total, x: (jax.tree.map(jnp.add, total, gradient_of(layers, x)), None)
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, layers), x)[0]
+
+    stacked_specs = jax.tree.map(lambda spec: jax.P(None, *spec), eqx_moe.partition_specs(index(layers, 0)))
+    global_loss = jax.shard_map(
+        lambda layers, x: jax.lax.psum(loss(layers, x), tokens),
+        mesh=mesh,
+        in_specs=(stacked_specs, jax.P(tokens)),
+        out_specs=jax.P(),
+    )
+    x = X.reshape(2, TOKENS // 2, WIDTH)
+    actual = jax.jit(ft.partial(accumulate, jax.grad(global_loss)))(layers, x)
+    locally = jax.tree.map(without, layers, is_leaf=lambda node: isinstance(node, eqx_moe.MoE))
+    assert_close(actual, jax.jit(ft.partial(accumulate, jax.grad(loss)))(locally, x))
+
+
+def test_forward_mode():
+    moe = make_moe(WIDTH, 8, EXPERTS, parallel=ExpertParallel(exchange=EXCHANGES["ragged"], **EXACT))
+    run = sharded(moe, make_mesh(DATA), ("data", "expert"))
+    tangent = normal(*X.shape, seed=1)
+    push = lambda run, moe: jax.jit(lambda moe: jax.jvp(lambda x: run(moe, x, MASK)[0], (X,), (tangent,)))(moe)
+    assert_close(push(run, moe), push(lambda moe, x, mask: moe(x, mask=mask), without(moe)))
+
+
+class TestOverflow:
+    """All tokens to experts 0 and 1, which one of 4 shards holds, with room for a quarter of them."""
+
+    rule = eqx_moe.SoftmaxTopK(k=2)
+    tokens = ("data", "expert")
+
+    def layer(self, exchange, overflow):
+        parallel = ExpertParallel(exchange=EXCHANGES[exchange], capacity_factor=1, overflow=overflow)
+        moe = make_moe(WIDTH, 8, EXPERTS, rule=self.rule, parallel=parallel, router_bias=True)
+        bias = jnp.array([1e3, 1e3] + [0.0] * (EXPERTS - 2))
+        return eqx.tree_at(lambda moe: moe.router.bias, moe, bias)
+
+    @pytest.mark.parametrize("exchange", EXCHANGES)
+    def test_exact_drops_nothing(self, exchange):
+        moe = self.layer(exchange, Overflow.EXACT)
+        run = lambda run, moe: jax.jit(lambda *args: value_and_gradients(run, *args))(moe, X, MASK)
+        actual = run(sharded(moe, make_mesh(DATA), self.tokens), moe)
+        assert_close(actual, run(lambda moe, x, mask: moe(x, mask=mask), without(moe)))
+        assert actual[0][1].overflow == 0
+
+    @pytest.mark.parametrize("exchange", EXCHANGES)
+    @pytest.mark.parametrize("overflow", [Overflow.COUNT, Overflow.RAISE])
+    def test_counted(self, exchange, overflow):
+        moe, everywhere = self.layer(exchange, overflow), jnp.ones(TOKENS, bool)
+        y, stats = jax.jit(sharded(moe, make_mesh(DATA), self.tokens))(moe, X, everywhere)
+        assert stats.load.sum() == 2 * TOKENS
+        assert stats.overflow == 2 * TOKENS * 3 // 4
+        with pytest.raises(OverflowError, match="96 of 128 assignments did not fit into the receive buffers"):
+            eqx_moe.check_overflow(stats)
+        expected = np.asarray(without(moe)(X)[0])
+        if overflow is Overflow.RAISE:
+            assert np.isnan(y).any()
+        else:  # the first assignments are served as if there were no others
+            served = (np.abs(np.asarray(y) - expected) < 1e-5).all(axis=1)
+            assert served.sum() == TOKENS // 4
+            assert (served | (np.asarray(y) == 0).all(axis=1)).all()
+
+    def test_nothing_to_raise(self):
+        eqx_moe.check_overflow(make_moe()(normal(3, 8))[1])
+
+
+def collectives(run, *args) -> Counter:
+    """How often each collective operation stands in the compiled program."""
+    text = jax.jit(run).lower(*args).compile().as_text()
+    names = r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all)(?:-start)?\("
+    return Counter(re.findall(rf" = \S+ (?:\([^)]*\) )?{names}", text)) + Counter(
+        re.findall(rf" = \([^=]*\) {names}", text)
+    )
+
+
+class TestCollectives:
+    """What docs/parallel.md promises."""
+
+    def programs(self, exchange, **options):
+        moe = make_moe(WIDTH, 8, EXPERTS, parallel=ExpertParallel(exchange=EXCHANGES[exchange], **options))
+        specs, tokens = eqx_moe.partition_specs(moe), jax.P(("data", "expert"))
+        body = lambda moe, x: moe(x)[0]
+        run = jax.shard_map(body, mesh=make_mesh(DATA), in_specs=(specs, tokens), out_specs=tokens)
+        return run, lambda moe, x, cotangent: jax.vjp(run, moe, x)[1](cotangent), moe
+
+    def compiled(self, exchange):
+        run, gradient, moe = self.programs(exchange)
+        return collectives(run, moe, X), collectives(gradient, moe, X, X)
+
+    def test_padded(self):
+        forward, backward = self.compiled("padded")
+        assert forward == {"all-to-all": 4}  # ids, tokens, weights, results
+        assert backward["all-to-all"] == 6  # ids, tokens, weights, and the cotangents of all but the ids
+        assert set(backward) == {"all-to-all", "all-reduce"}  # replicated weights' gradients are summed
+
+    def test_gather(self):
+        forward, backward = self.compiled("gather")
+        assert forward == {"all-gather": 3, "reduce-scatter": 1}
+        assert backward["all-gather"] == 4
+        assert backward["reduce-scatter"] == 2
+        assert set(backward) == {"all-gather", "reduce-scatter", "all-reduce"}
+
+    def test_sharded_weights_are_gathered_again_in_the_backward_pass(self):
+        """In the program as it is traced; XLA on CPU joins the first gather and its repetition."""
+        run, gradient, moe = self.programs("padded", fsdp_axis="data")
+        forward, backward = jax.make_jaxpr(run)(moe, X), jax.make_jaxpr(gradient)(moe, X, X)
+        assert (count(forward, "all_gather"), count(forward, "reduce_scatter")) == (2, 0)
+        assert (count(backward, "all_gather"), count(backward, "reduce_scatter")) == (4, 2)
+
+
+class TestMistakes:
+    def run(self, moe, axes=DATA, tokens=("data", "expert")):
+        return jax.eval_shape(sharded(moe, make_mesh(axes), tokens), moe, X, MASK)
+
+    def test_chunks_that_do_not_divide(self):
+        moe = make_moe(WIDTH, 8, EXPERTS, parallel=ExpertParallel(chunks=3))
+        with pytest.raises(ValueError, match="tokens=8 of a device cannot be divided into chunks=3"):
+            self.run(moe)
+
+    def test_experts_that_do_not_divide(self):
+        moe = make_moe(WIDTH, 8, 6, parallel=ExpertParallel())
+        with pytest.raises(ValueError, match="divisible"):
+            self.run(moe)
+
+    def test_whole_experts_inside(self):
+        """Weights that were not sharded, as with specs of one's own."""
+        moe = make_moe(WIDTH, 8, EXPERTS, parallel=ExpertParallel())
+        whole = jax.shard_map(
+            lambda moe, x: moe(x)[0],
+            mesh=make_mesh(DATA),
+            in_specs=(jax.P(), jax.P("expert")),
+            out_specs=jax.P("expert"),
+        )
+        with pytest.raises(ValueError, match=r"experts: 4 shards .* hold 8 each, and the router has 8"):
+            jax.eval_shape(whole, moe, X)
+
+    def test_outside_of_shard_map(self):
+        moe = make_moe(WIDTH, 8, EXPERTS, parallel=ExpertParallel())
+        with pytest.raises(
+            ValueError, match=r"mesh axis 'expert', which does not exist here: call it inside `jax.shard_map`"
+        ):
+            moe(X)
+
+    @pytest.mark.parametrize("axes", [{"tensor_axis": "expert"}, {"tensor_axis": "x", "fsdp_axis": "x"}])
+    def test_an_axis_used_twice(self, axes):
+        with pytest.raises(ValueError, match="must be different mesh axes"):
+            ExpertParallel(**axes)
+
+    def test_exact_needs_nothing_without_a_bound(self):
+        def size(overflow):
+            moe = make_moe(WIDTH, 8, EXPERTS, parallel=ExpertParallel(overflow=overflow))
+            program = jax.make_jaxpr(sharded(moe, make_mesh(DATA), ("data", "expert")))(moe, X, MASK)
+            return sum(1 for _ in equations(program))
+
+        assert size(Overflow.EXACT) <= size(Overflow.COUNT) + 1  # the overflow, which is zero
+
+
+def test_the_same_layer_anywhere():
+    """`parallel` changes no parameter, so checkpoints of one layout serve another."""
+    make = lambda parallel: eqx_moe.MoE(
+        WIDTH, 8, EXPERTS, rule=eqx_moe.SoftmaxTopK(k=2), parallel=parallel, key=jax.random.key(0)
+    )
+    assert_equal(jax.tree.leaves(make(None)), jax.tree.leaves(make(ExpertParallel())))
