@@ -273,7 +273,16 @@ def report(results: dict) -> list[str]:
     large = [row for suite in rows if suite != "small" for row in rows[suite]]
     about = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
     small = small_table(rows["small"], results["copy_bytes_per_s"]) if "small" in rows else []
-    return [f"{results['date']}: {about}.", "", *(table(large) if large else []), "", *small]
+    notes = results.get("notes", [])
+    return [
+        f"{results['date']}: {about}.",
+        "",
+        *(table(large) if large else []),
+        "",
+        *small,
+        *([""] if notes else []),
+        *notes,
+    ]
 
 
 if __name__ == "__main__":

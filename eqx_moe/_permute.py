@@ -4,6 +4,8 @@ Automatic differentiation of a gather is a scatter-add, which is slow and, on GP
 are each other's transpose and both know the permutation *and* its inverse, so neither direction scatters.
 """
 
+import functools as ft
+
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
@@ -12,6 +14,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from ._dtypes import accumulator
+from ._permute_pallas import dispatch_by_token, pays
 from ._vma import check_unsharded, match_varying, on_the_mesh, reshaped
 
 
@@ -45,16 +48,19 @@ def token_index(order: Int[Array, " rows"], position: Int[Array, "tokens k"]) ->
     return order // max(position.shape[1], 1)
 
 
-def _dispatch(
-    x: Float[Array, "tokens d_in"], order: Int[Array, " rows"], position: Int[Array, "tokens k"]
+def dispatch_on(
+    platform: str, x: Float[Array, "tokens d_in"], order: Int[Array, " rows"], position: Int[Array, "tokens k"]
 ) -> Float[Array, "rows d_in"]:
+    """What [`dispatch_rows`][] computes, as it is lowered for `platform`."""
+    if platform == "cuda" and x.size and order.size and pays(x, position):
+        return dispatch_by_token(x, order, position)
     return take_rows(x, token_index(order, position))
 
 
 def _combine(
-    rows: Float[Array, "rows d_in"], order: Int[Array, " rows"], position: Int[Array, "tokens k"]
+    platform: str, rows: Float[Array, "rows d_in"], order: Int[Array, " rows"], position: Int[Array, "tokens k"]
 ) -> Float[Array, "tokens d_in"]:
-    del order
+    del platform, order
     if position.shape[1] == 1:
         return take_rows(rows, position[:, 0])
     # One gather per choice, added as they come: a `tokens k d_in` array never exists.
@@ -142,11 +148,13 @@ def _register(primitive: Primitive, adjoint: Primitive, apply, shape_of) -> None
 
     primitive.def_abstract_eval(abstract)
     evaluate_compiled(primitive)
-    mlir.register_lowering(primitive, mlir.lower_fun(on_the_mesh(apply), multiple_results=False))
+    for platform in ("cuda", None):
+        lower = on_the_mesh(ft.partial(apply, platform or "other"))
+        mlir.register_lowering(primitive, mlir.lower_fun(lower, multiple_results=False), platform=platform)
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose
     batching.primitive_batchers[primitive] = batch
 
 
-_register(dispatch_p, combine_p, _dispatch, lambda x, order, position: (order.shape[0], x.shape[1]))
+_register(dispatch_p, combine_p, dispatch_on, lambda x, order, position: (order.shape[0], x.shape[1]))
 _register(combine_p, dispatch_p, _combine, lambda rows, order, position: (position.shape[0], rows.shape[1]))

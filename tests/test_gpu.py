@@ -110,6 +110,27 @@ def test_more_numbers_than_fit_into_32_bits(name):
         assert_close(gradient[expert], expected, dtype="bfloat16")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dispatch_of_wide_tokens(dtype):
+    """Tokens are copied to their rows by one kernel, and rows of none become zeros; some tokens are masked."""
+    random = np.random.default_rng(0)
+    ids = jnp.asarray(np.argsort(random.random((3000, 64)), axis=1)[:, :4], jnp.int32)
+    routing = eqx_moe.mask_routing(
+        eqx_moe.Routing(ids, jnp.ones(ids.shape), 64), jnp.asarray(random.random(3000) < 0.9)
+    )
+    x, cotangent = normal(3000, 1030, dtype=dtype), normal(12000, 1030, dtype=dtype, seed=1)
+
+    def run(x, routing, cotangent):
+        rows, pull_back = jax.vjp(lambda x: eqx_moe.dispatch(x, eqx_moe.group_by_expert(routing)), x)
+        return rows, pull_back(cotangent)[0]
+
+    here = jax.jit(run)(x, routing, cotangent)
+    with jax.default_device(jax.devices("cpu")[0]):
+        there = jax.jit(run)(x, routing, cotangent)
+    assert_equal(here[0], there[0])
+    assert_close(here[1].astype("float32"), there[1].astype("float32"), dtype=dtype)
+
+
 # No subnormal numbers, which the GPU's comparisons take for zero.
 ODD = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, 1.0, 88.0, -104.0, 3.4e38, 1.2e-38], np.float32)
 

@@ -12,9 +12,10 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import eqx_moe
-from eqx_moe import _grouping_pallas
+from eqx_moe import _grouping_pallas, _permute_pallas
 from eqx_moe._activated_pallas import activation_backward_in_one_pass, can_fuse
 from eqx_moe._activations import weighted_activation
+from eqx_moe._permute import dispatch_rows
 from eqx_moe._select_pallas import top_k_in_one_pass
 
 from .helpers import ACTIVATIONS, assert_close, assert_equal, make_moe, normal
@@ -62,6 +63,21 @@ def test_a_token_may_choose_an_expert_twice():
     grouping = eqx_moe.group_by_expert(eqx_moe.Routing(ids, jnp.ones(ids.shape), 3))
     counted = _grouping_pallas.group_by_counting(ids, 3, interpret=True)
     assert_equal(counted, (grouping.order, grouping.position, grouping.sizes))
+
+
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("tokens, experts, k", ROUTINGS)
+def test_dispatch_by_token_is_a_gather_of_rows(tokens, experts, k, holes):
+    """With tokens that are routed nowhere, and with empty rows anywhere, as cells of fixed size have them."""
+    random = np.random.default_rng(0)
+    rows = 2 * tokens * k + 3 if holes else tokens * k
+    position = random.permutation(rows)[: tokens * k].reshape(tokens, k)
+    position = np.where(random.random((tokens, k)) < 0.2, rows, position)
+    order = np.full(rows, tokens * k)
+    order[position[position < rows]] = np.arange(tokens * k).reshape(tokens, k)[position < rows]
+    x, order, position = normal(tokens, 700), jnp.asarray(order, jnp.int32), jnp.asarray(position, jnp.int32)
+    copied = _permute_pallas.dispatch_by_token(x, order, position, interpret=True)
+    assert_equal(copied, dispatch_rows(x, order, position))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

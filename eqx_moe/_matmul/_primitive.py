@@ -19,6 +19,7 @@ from .._permute import (
     batch_first,
     check_indexable,
     combine_rows,
+    dispatch_on,
     dispatch_rows,
     evaluate_compiled,
     fold_order,
@@ -85,15 +86,25 @@ def _run(a, b, sizes, *gather, product, matmul, side, platform):
         return match_varying(jnp.zeros(shape, a.dtype), a, b, sizes)[0]
     d_in, d_out = shape[1:] if product is Product.TN else b.shape[1:]
     kernel = matmul.resolve(platform, Problem(rows, d_in, d_out, sizes.shape[0], a.dtype, product, side))
-    index = token_index(*gather) if gather else None
-    method = {Side.A: "gathered_", Side.B: "right_gathered_"}.get(side, "") + product.name.lower()
-    operands = {Side.A: (a, index, b), Side.B: (a, b, index)}.get(side, (a, b))
-    out = getattr(kernel, method)(*operands, sizes)
+    out = _call(kernel, product, side, a, b, sizes, gather, platform)
     expected = (rows, shape[1]) if side is Side.OUT else shape
     if (out.shape, out.dtype) != (expected, a.dtype):
         told = f"{out.dtype}{list(out.shape)}, and must return {a.dtype}{list(expected)}"
         raise ValueError(f"{kernel}.{product.name.lower()} returned {told}")
     return combine_rows(out, *gather) if side is Side.OUT else out
+
+
+def _call(kernel, product, side, a, b, sizes, gather, platform):
+    """The kernel's method, with rows gathered here if it has none that gathers."""
+    plain = product.name.lower()
+    method = {Side.A: "gathered_", Side.B: "right_gathered_"}.get(side, "") + plain
+    if method == plain:
+        return getattr(kernel, plain)(a, b, sizes)
+    if getattr(type(kernel), method) is getattr(AbstractGroupedMatmul, method):
+        gathered = dispatch_on(platform, b if side is Side.B else a, *gather)
+        return getattr(kernel, plain)(*((a, gathered) if side is Side.B else (gathered, b)), sizes)
+    index = token_index(*gather)
+    return getattr(kernel, method)(*((a, b, index) if side is Side.B else (a, index, b)), sizes)
 
 
 for _platform in ("cpu", "cuda", "rocm", "tpu", None):
