@@ -12,6 +12,7 @@ with _install_import_hook("eqx_moe", "beartype.beartype"):
     from ._activations import SquaredReLU as SquaredReLU
     from ._activations import SwiGLU as SwiGLU
     from ._exchange._auto import AutoExchange as AutoExchange
+    from ._exchange._auto import ExchangeSelection as ExchangeSelection
     from ._exchange._base import AbstractExchange as AbstractExchange
     from ._exchange._base import ExchangePlan as ExchangePlan
     from ._exchange._gather import AllGatherReduceScatter as AllGatherReduceScatter
@@ -53,6 +54,8 @@ with _install_import_hook("eqx_moe", "beartype.beartype"):
     from ._parallel import ExpertParallel as ExpertParallel
     from ._parallel import Overflow as Overflow
     from ._parallel import Width as Width
+    from ._plan_memory import MemoryPlan as MemoryPlan
+    from ._plan_memory import plan_memory as plan_memory
     from ._plot import plot_load as plot_load
     from ._router import Router as Router
     from ._router import SelectionBias as SelectionBias
@@ -71,6 +74,7 @@ with _install_import_hook("eqx_moe", "beartype.beartype"):
     from ._select import select_experts as select_experts
     from ._specs import initialise_sharded as initialise_sharded
     from ._specs import partition_specs as partition_specs
+    from ._specs import with_parallel as with_parallel
     from ._stats import MoEStats as MoEStats
     from ._stats import check_overflow as check_overflow
     from ._stats import dead_experts as dead_experts

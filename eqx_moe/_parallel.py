@@ -54,8 +54,8 @@ class ExpertParallel(eqx.Module):
     - `exchange`: an [`eqx_moe.AbstractExchange`][].
     - `capacity_factor`: receive buffers as a multiple of what perfect balance would need, or `None` for the worst case.
     - `overflow`: what happens to assignments that do not fit into them, an [`eqx_moe.Overflow`][].
-    - `chunks`: the tokens of a shard pass in so many parts, one after another, each computed again in the backward
-      pass: buffers are smaller by that factor.
+    - `chunks`: the tokens of a shard pass in so many parts, one after another, each sent and computed again in the
+      backward pass: buffers are smaller by that factor.
     - `tensor_axis`: a mesh axis over which `d_ff` is sharded, or `None`.
     - `sequence_parallel`: whether tokens are sharded over `tensor_axis` too: they are gathered before the experts, and
       the results reduce-scattered. Otherwise they must be the same along it, and results are all-reduced.
@@ -111,8 +111,9 @@ class ExpertParallel(eqx.Module):
         return lax.psum_scatter(y, self.tensor_axis, tiled=True), overflow
 
     def _check_mesh(self, experts: Experts, routing: Routing) -> None:
-        sizes = {axis: _axis_size(axis) for axis in (self.axis, self.tensor_axis, self.fsdp_axis) if axis is not None}
-        shards, held = sizes.get(self.axis, 1), experts.w_gate_up.shape[0]
+        for axis in (self.tensor_axis, self.fsdp_axis):
+            _axis_size(axis)
+        shards, held = _axis_size(self.axis), experts.w_gate_up.shape[0]
         if routing.num_experts % shards:
             raise ValueError(
                 f"experts={routing.num_experts} cannot be divided among the {shards} shards of the mesh axis "
@@ -141,9 +142,9 @@ def expert_specs(parallel: ExpertParallel, experts: Experts) -> Experts:
     return eqx.tree_at(where, experts, [specs[name] for name in here])
 
 
-def _axis_size(axis: str) -> int:
+def _axis_size(axis: str | None) -> int:
     try:
-        return lax.axis_size(axis)
+        return 1 if axis is None else lax.axis_size(axis)
     except NameError as error:
         raise ValueError(
             f"the layer is divided over the mesh axis {axis!r}, which does not exist here: call it inside "
@@ -181,7 +182,7 @@ def _serve(
         return y, jnp.zeros((), jnp.int32)
     y, plan = _exchange_and_compute(parallel, experts, x, routing, 0)
     if parallel.overflow is Overflow.RAISE:
-        y = jnp.where(plan.overflow > 0, jnp.nan, y)
+        y = jnp.where(lax.psum(plan.overflow, parallel.axis) > 0, jnp.nan, y)
     if parallel.overflow is not Overflow.EXACT:
         return y, plan.overflow
     return _serve_the_rest(parallel, experts, x, routing, y, plan.rounds), jnp.zeros_like(plan.overflow)
@@ -205,15 +206,15 @@ def _serve_the_rest(
     if parallel.fsdp_axis is not None:  # whose devices gather weights together
         rounds = lax.pmax(rounds, parallel.fsdp_axis)
 
-    @jax.checkpoint
-    def add(round, y, experts, x, routing):
-        return y + _exchange_and_compute(parallel, experts, x, routing, round)[0]
+    compute = lambda *args: _exchange_and_compute(parallel, *args)[0]
+    skip = lambda _, x, *rest: match_varying(jnp.zeros_like(x), y)[0]
 
-    def step(y, round):
-        skip = lambda round, y, *_: y
-        return lax.cond(round < rounds, add, skip, round, y, experts, x, routing), None
+    @jax.checkpoint  # around the condition, or what it needs would be kept once for every round
+    def step(experts, x, routing, round):
+        return lax.cond(round < rounds, compute, skip, experts, x, routing, round)
 
-    return lax.scan(step, y, jnp.arange(1, most, dtype=jnp.int32))[0]
+    add = lambda y, round: (y + step(experts, x, routing, round), None)
+    return lax.scan(add, y, jnp.arange(1, most, dtype=jnp.int32))[0]
 
 
 def _exchange_and_compute(

@@ -12,6 +12,7 @@ import eqx_moe
 
 Hidden = Float[Array, "batch tokens d_model"]
 Stats = eqx_moe.MoEStats | None
+Parallel = eqx_moe.ExpertParallel | None  # if given, the model works inside `jax.shard_map` only
 
 
 def option(default: Any, meaning: str) -> Any:
@@ -85,7 +86,7 @@ class Block(eqx.Module):
     feed_forward_scale: Float32[Array, " d_model"]
     feed_forward: eqx_moe.MoE | SwiGLU
 
-    def __init__(self, shape: Shape, *, key: PRNGKeyArray):
+    def __init__(self, shape: Shape, *, parallel: Parallel = None, key: PRNGKeyArray):
         attention_key, key = jax.random.split(key)
         self.attention_scale = jnp.ones(shape.d_model)
         self.attention = Attention(shape.d_model, shape.heads, key=attention_key)
@@ -94,7 +95,8 @@ class Block(eqx.Module):
             self.feed_forward = SwiGLU(shape.d_model, shape.d_ff * shape.top_k, key=key)
         else:
             rule = eqx_moe.SoftmaxTopK(k=shape.top_k)
-            self.feed_forward = eqx_moe.MoE(shape.d_model, shape.d_ff, shape.experts, rule=rule, key=key)
+            sizes = shape.d_model, shape.d_ff, shape.experts
+            self.feed_forward = eqx_moe.MoE(*sizes, rule=rule, parallel=parallel, key=key)
 
     def __call__(self, x: Hidden) -> tuple[Hidden, Stats]:
         x = x + self.attention(rms_norm(x, self.attention_scale))
@@ -109,10 +111,11 @@ class LanguageModel(eqx.Module):
     head: Float32[Array, "d_model bytes"]
     bf16: bool = eqx.field(static=True)
 
-    def __init__(self, shape: Shape, *, key: PRNGKeyArray):
+    def __init__(self, shape: Shape, *, parallel: Parallel = None, key: PRNGKeyArray):
         embedding_key, blocks_key, head_key = jax.random.split(key, 3)
         self.embedding = normal(embedding_key, 256, shape.d_model, fan_in=1)
-        self.blocks = eqx.filter_vmap(lambda key: Block(shape, key=key))(jax.random.split(blocks_key, shape.layers))
+        make = lambda key: Block(shape, parallel=parallel, key=key)
+        self.blocks = eqx.filter_vmap(make)(jax.random.split(blocks_key, shape.layers))
         self.scale = jnp.ones(shape.d_model)
         self.head = normal(head_key, shape.d_model, 256, fan_in=shape.d_model**2)  # small: starts from even odds
         self.bf16 = shape.bf16

@@ -3,12 +3,14 @@
     python examples/train_lm.py             # a few minutes on two CPU cores
     python examples/train_lm.py --dense     # the same transformer, dense, with as many active parameters
     python examples/train_lm.py --resume    # go on from the newest checkpoint of an interrupted run
+    python examples/train_lm.py --mesh data=2,expert=4    # on eight devices; on CPU these are made up
 
 Ctrl-C finishes the step, saves and exits with status 130; on CPU, `--resume` then ends with exactly the parameters of
 a run that was never interrupted. What cannot work is told in one sentence, with status 2.
 """
 
 import dataclasses
+import math
 import signal
 import sys
 import zlib
@@ -22,12 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from jaxtyping import Array, Float32, Int32, PRNGKeyArray, UInt8
+from jaxtyping import Array, Float32, Int, Int32, PRNGKeyArray, UInt8
 from matplotlib.figure import Figure
 from orbax.checkpoint.checkpoint_managers import LatestN
 from tqdm import tqdm
 
 import eqx_moe
+import lm_mesh
 from lm_data import InputError, read_text
 from lm_model import LanguageModel, Shape, option
 
@@ -35,6 +38,7 @@ flag = lambda name: "--" + name.replace("_", "-")
 Scalar = Float32[Array, ""]
 Windows = UInt8[Array, "batch length"]
 Load = Int32[Array, "layers experts"]
+Axes = tuple[str, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,46 +78,59 @@ class State(NamedTuple):
     loads: Int32[np.ndarray, "steps layers experts"]
 
 
-def initialise(settings: Settings) -> State:
-    model = jax.jit(lambda key: LanguageModel(settings, key=key))(jax.random.key(settings.seed))
+def initialise(settings: Settings, mesh: lm_mesh.Mesh | None = None) -> State:
+    make = lambda key: LanguageModel(settings, parallel=lm_mesh.parallelism(mesh), key=key)
+    model = lm_mesh.initialise(make, mesh, jax.random.key(settings.seed))
     losses, held_out_losses = np.full((2, settings.steps), np.nan, np.float32)
     loads = np.zeros((settings.steps, settings.layers, settings.experts), np.int32)
-    return State(model, settings.optimiser().init(model), losses, held_out_losses, loads)
+    optimiser = lm_mesh.initialise(settings.optimiser().init, mesh, model)
+    return State(model, optimiser, losses, held_out_losses, loads)
 
 
-def loss_function(model: LanguageModel, text: Windows, settings: Settings) -> tuple[Scalar, tuple[Scalar, Load | None]]:
-    """What to minimise; beside it, to report, the cross-entropy in nats per byte and the load of every expert."""
+def loss_function(model: LanguageModel, text: Windows, axes: Axes) -> tuple[Scalar, tuple[Scalar, Load | None]]:
+    """What to minimise; beside it, to report, the cross-entropy in nats per byte and the load of every expert. On a
+    mesh the text is one device's, and everything else of all together."""
     logits, stats = model(text[:, :-1])
     entropy = optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:].astype(jnp.int32)).mean()
+    entropy = entropy if axes is None else jax.lax.pmean(entropy, axes)
     if stats is None:
         return entropy, (entropy, None)
     # Under vmap, because every layer has to be balanced by itself; otherwise their statistics are added up.
-    balance = jax.vmap(eqx_moe.load_balance_loss)(stats).mean()
-    router_z = jax.vmap(eqx_moe.router_z_loss)(stats).mean()
-    return entropy + 0.01 * balance + 0.001 * router_z, (entropy, stats.load)
+    balance = jax.vmap(lambda stats: eqx_moe.load_balance_loss(stats, axis_name=axes))(stats).mean()
+    router_z = jax.vmap(lambda stats: eqx_moe.router_z_loss(stats, axis_name=axes))(stats).mean()
+    load = stats.load if axes is None else jax.lax.psum(stats.load, axes)
+    return entropy + 0.01 * balance + 0.001 * router_z, (entropy, load)
 
 
-@jax.jit(static_argnames="settings", donate_argnames=("model", "optimiser"))
+@jax.jit(static_argnames=("settings", "mesh"), donate_argnames=("model", "optimiser"))
 def train_step(
-    model: LanguageModel, optimiser: optax.OptState, text: Windows, settings: Settings
+    model: LanguageModel, optimiser: optax.OptState, text: Windows, settings: Settings, mesh: lm_mesh.Mesh | None
 ) -> tuple[LanguageModel, optax.OptState, Scalar, Load | None]:
-    gradients, (loss, load) = jax.grad(loss_function, has_aux=True)(model, text, settings)
+    gradients, (loss, load) = jax.grad(lm_mesh.spread(loss_function, mesh), has_aux=True)(model, text)
+    # Outside of shard_map, where the norm that is clipped is that of the gradients of all devices.
     updates, optimiser = settings.optimiser().update(gradients, optimiser, model)
-    return eqx.apply_updates(model, updates), optimiser, loss, load
+    return *lm_mesh.keep_in_place((eqx.apply_updates(model, updates), optimiser), mesh), loss, load
 
 
-@jax.jit(static_argnames="settings")
-def evaluate(model: LanguageModel, text: UInt8[Array, "groups batch length"], settings: Settings) -> Scalar:
-    return jax.lax.map(lambda group: loss_function(model, group, settings)[1][0], text).mean()
+@jax.jit(static_argnames="mesh")
+def evaluate(model: LanguageModel, text: UInt8[Array, "groups batch length"], mesh: lm_mesh.Mesh | None) -> Scalar:
+    return jax.lax.map(lambda group: lm_mesh.spread(loss_function, mesh)(model, group)[1][0], text).mean()
 
 
-@jax.jit
-def generate(model: LanguageModel, prompt: UInt8[Array, " context"], key: PRNGKeyArray) -> UInt8[Array, " length"]:
-    def append(seen, key):
-        byte = jax.random.categorical(key, model(seen[None])[0][0, -1] / 0.7).astype(jnp.uint8)
-        return jnp.append(seen[1:], byte), byte
+@jax.jit(static_argnames="mesh")
+def generate(
+    model: LanguageModel, prompt: UInt8[Array, " context"], key: PRNGKeyArray, mesh: lm_mesh.Mesh | None
+) -> UInt8[Array, " length"]:
+    def append_to(model, seen, axes):
+        def append(seen, key):
+            byte = jax.random.categorical(key, model(seen[None])[0][0, -1] / 0.7)
+            byte = byte if axes is None else jax.lax.pmax(byte, axes)  # the same on all devices; now JAX knows
+            return jnp.append(seen[1:], byte.astype(jnp.uint8)), byte.astype(jnp.uint8)
 
-    return jax.lax.scan(append, prompt, jax.random.split(key, 256))[1]
+        seen = seen if axes is None else jax.lax.pcast(seen, axes, to="varying")
+        return jax.lax.scan(append, seen, jax.random.split(key, 256))[1]
+
+    return lm_mesh.spread(append_to, mesh, jax.P())(model, prompt)
 
 
 def read(manager: ocp.CheckpointManager, **items: Any) -> Any:
@@ -150,17 +167,35 @@ def draw(folder: Path, state: State, done: int):
         eqx_moe.plot_load(state.loads[:done], steps=steps).savefig(folder / "expert_load.png")
 
 
-def run(settings: Settings, *, data: list[Path], out: Path, resume: bool) -> int:
+def print_sample(
+    model: LanguageModel, prompt: UInt8[np.ndarray, " context"], settings: Settings, mesh: lm_mesh.Mesh | None
+):
+    sample = generate(model, prompt, jax.random.key(settings.seed), mesh)
+    for name, text in ("prompt", prompt), ("sample", sample):
+        print(f"\n--- {name} ---\n{bytes(np.asarray(text)).decode(errors='replace')}")
+
+
+def spread_windows(
+    text: UInt8[np.ndarray, " bytes"], window: Int[np.ndarray, " length"], mesh: lm_mesh.Mesh | None
+) -> UInt8[np.ndarray, "groups batch length"]:
+    """512 windows over the whole text in groups of 16, or as nearly so as the mesh can divide them."""
+    group = math.lcm(16, mesh.size if mesh else 1)
+    starts = np.linspace(0, len(text) - len(window), max(512 // group, 1) * group, dtype=int)
+    return text[starts.reshape(-1, group, 1) + window]
+
+
+def run(settings: Settings, *, mesh: lm_mesh.Mesh | None, data: list[Path], out: Path, resume: bool) -> int:
     train, held_out = read_text(data, settings.context)
     made_with = dataclasses.asdict(settings) | {"data": f"of CRC-32 {zlib.crc32(train.tobytes()):08x}"}
     manager = open_checkpoints(out / "checkpoints", made_with, resume=resume)
-    state = initialise(settings)
+    state = initialise(settings, mesh)
     if done := manager.latest_step() or 0:
-        state = read(manager, state=ocp.args.StandardRestore(state))["state"]
+        saved = read(manager, state=ocp.args.StandardRestore(eqx_moe.with_parallel(state, None)))["state"]
+        state = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(saved))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.model))
     print(f"{parameters:,} parameters, {len(train):,} bytes of text to train on, {len(held_out):,} held out")
     tokens, window = settings.batch * settings.context, np.arange(settings.context + 1)
-    evaluation = held_out[np.linspace(0, len(held_out) - len(window), 512, dtype=int).reshape(32, 16, 1) + window]
+    evaluation = lm_mesh.feed(spread_windows(held_out, window, mesh), mesh, axis=1)
     interrupted: list[int] = []
 
     def finish_step(number: int, _):
@@ -168,12 +203,15 @@ def run(settings: Settings, *, data: list[Path], out: Path, resume: bool) -> int
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C does not wait
 
     signal.signal(signal.SIGINT, finish_step)
-    with tqdm(total=settings.steps * tokens, initial=done * tokens, unit=" tokens", unit_scale=True) as bar:
-        while done < settings.steps and not interrupted:
+    total, leads, stop = settings.steps * tokens, lm_mesh.leads(), False
+    with tqdm(total=total, initial=done * tokens, unit=" tokens", unit_scale=True, disable=not leads) as bar:
+        while done < settings.steps and not stop:
             # Text as a function of the step alone: a resumed run sees what it would have seen.
             random = np.random.default_rng((settings.seed, done))
             text = train[random.integers(len(train) - settings.context, size=(settings.batch, 1)) + window]
-            model, optimiser, loss, load = train_step(state.model, state.optimiser, text, settings)
+            text = lm_mesh.feed(text, mesh)
+            model, optimiser, *told = train_step(state.model, state.optimiser, text, settings, mesh)
+            loss, load = jax.device_get(told)
             if not np.isfinite(loss):
                 raise InputError(f"the loss is {loss} at step {done + 1}: lower --learning-rate")
             state, shown = state._replace(model=model, optimiser=optimiser), f"loss {loss:.3f}"
@@ -185,19 +223,18 @@ def run(settings: Settings, *, data: list[Path], out: Path, resume: bool) -> int
             bar.update(tokens)
             done += 1
             if due := done % settings.save_every == 0 or done == settings.steps:
-                state.held_out_losses[done - 1] = held_out_loss = evaluate(model, evaluation, settings)
+                state.held_out_losses[done - 1] = held_out_loss = float(evaluate(model, evaluation, mesh))
                 bar.write(f"step {done}: held-out loss {held_out_loss:.4f} nats per byte")
-            if due or interrupted:
-                save = ocp.args.Composite(settings=ocp.args.JsonSave(made_with), state=ocp.args.StandardSave(state))
-                manager.save(done, args=save)
-    draw(out, state, done)
+            stop = lm_mesh.anywhere(bool(interrupted))
+            if due or stop:
+                saved = ocp.args.StandardSave(eqx_moe.with_parallel(state, None))
+                manager.save(done, args=ocp.args.Composite(settings=ocp.args.JsonSave(made_with), state=saved))
+    if leads:
+        draw(out, state, done)
     if done < settings.steps:
         print(f"stopped after step {done}; --resume goes on from the checkpoint in {out.absolute()}")
         return 130
-    prompt = held_out[: settings.context]
-    sample = generate(state.model, prompt, jax.random.key(settings.seed))
-    for name, text in ("prompt", prompt), ("sample", sample):
-        print(f"\n--- {name} ---\n{bytes(np.asarray(text)).decode(errors='replace')}")
+    print_sample(state.model, held_out[: settings.context], settings, mesh)
     print(f"\nheld-out loss {state.held_out_losses[-1]:.4f} nats per byte; plots and checkpoints in {out.absolute()}")
     return 0
 
@@ -211,11 +248,13 @@ def main() -> int:
     parser.add_argument("--data", type=Path, nargs="+", default=[], help="files or folders (default: standard library)")
     parser.add_argument("--out", type=Path, help="folder for what is written (default: runs/moe or runs/dense)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    parser.add_argument("--mesh", help="sizes of mesh axes: data=2,expert=4 (default: one device)")
     given = vars(parser.parse_args())
-    data, out, resume = given.pop("data"), given.pop("out"), given.pop("resume")
+    data, out, resume, mesh = (given.pop(name) for name in ("data", "out", "resume", "mesh"))
     try:
         settings = Settings(**given)
-        return run(settings, data=data, out=out or Path("runs", "dense" if settings.dense else "moe"), resume=resume)
+        out = out or Path("runs", "dense" if settings.dense else "moe")
+        return run(settings, mesh=lm_mesh.make_mesh(mesh, settings, settings.batch), data=data, out=out, resume=resume)
     except (InputError, OSError) as error:
         parser.error(str(error))
     except (MemoryError, jax.errors.JaxRuntimeError) as error:

@@ -24,3 +24,9 @@ def test_custom_router_is_told_the_axis_and_both_sizes(default_promotion):
     assert "'tokens k'" in message
     assert "f32[1,2]" in message
     assert "k=3" in message
+
+
+def test_expert_parallel_equals_one_device(default_promotion):
+    differences = load("expert_parallel").main()
+    assert set(differences) == {"loss", "output", "router", "experts"}
+    assert max(differences.values()) < 1e-5

@@ -137,7 +137,7 @@ class TestSendAndReceive:
     def test_nothing_is_written_out_of_bounds_nor_read_from_other_tokens(self, exchange):
         """Tokens that are routed nowhere are NaN, and so is every row of the buffer that belongs to none."""
         ids = np.where(np.arange(SHARDS * TOKENS)[:, None] % 3 == 0, EXPERTS, draw("to two shards"))
-        x = jnp.where((ids < EXPERTS).any(axis=1)[:, None], normal(SHARDS * TOKENS, 3), jnp.nan)
+        x = jnp.where(np.any(ids < EXPERTS, axis=1, keepdims=True), normal(SHARDS * TOKENS, 3), jnp.nan)
 
         def run(x, ids):
             routing = eqx_moe.Routing(ids, jnp.ones(ids.shape), EXPERTS)

@@ -71,7 +71,7 @@ def sharded(moe, mesh, tokens, check_vma=True, apply=lambda moe, x, mask: moe(x,
 
 
 def without(moe):
-    return eqx.tree_at(lambda moe: moe.parallel, moe, None)
+    return eqx_moe.with_parallel(moe, None)
 
 
 X, MASK = normal(TOKENS, WIDTH), jnp.arange(TOKENS) % 7 > 0
@@ -199,6 +199,19 @@ class TestOverflow:
         assert_close(actual, run(lambda moe, x, mask: moe(x, mask=mask), without(moe)))
         assert actual[0][1].overflow == 0
 
+    def test_rounds_keep_nothing_for_the_backward_pass(self):
+        """But what the first needs: as much as with a buffer that suffices, however many rounds there could be."""
+        mesh = make_mesh(DATA)
+
+        def kept(factor):
+            parallel = ExpertParallel(capacity_factor=factor, overflow=Overflow.EXACT)
+            moe = make_moe(WIDTH, 64, EXPERTS, parallel=parallel)
+            run = sharded(moe, mesh, self.tokens)
+            residuals = jax.eval_shape(lambda moe, x: jax.vjp(lambda moe: run(moe, x, MASK)[0], moe)[1], moe, X)
+            return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(residuals))
+
+        assert kept(0.25) <= kept(1.0) <= kept(None)
+
     @pytest.mark.parametrize("exchange", EXCHANGES)
     @pytest.mark.parametrize("overflow", [Overflow.COUNT, Overflow.RAISE])
     def test_counted(self, exchange, overflow):
@@ -210,7 +223,7 @@ class TestOverflow:
             eqx_moe.check_overflow(stats)
         expected = np.asarray(without(moe)(X)[0])
         if overflow is Overflow.RAISE:
-            assert np.isnan(y).any()
+            assert np.isnan(y).all()
         else:  # the first assignments are served as if there were no others
             served = (np.abs(np.asarray(y) - expected) < 1e-5).all(axis=1)
             assert served.sum() == TOKENS // 4
@@ -222,7 +235,7 @@ class TestOverflow:
 
 def collectives(run, *args) -> Counter:
     """How often each collective operation stands in the compiled program."""
-    text = jax.jit(run).lower(*args).compile().as_text()
+    text = jax.jit(run).lower(*args).compile().as_text() or ""
     names = r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all)(?:-start)?\("
     return Counter(re.findall(rf" = \S+ (?:\([^)]*\) )?{names}", text)) + Counter(
         re.findall(rf" = \([^=]*\) {names}", text)

@@ -17,12 +17,12 @@ from .._routing import Routing, known_or_none
 class ExchangePlan(eqx.Module):
     """What one shard sends and receives; made by [`eqx_moe.AbstractExchange`][]`.plan` and read by its other methods.
 
-      - `grouping`: an [`eqx_moe.Grouping`][] of what arrives, by local expert. Its `tokens` are the `capacity` rows of
-        the receive buffer.
-    XX
-        size is full.
-      - `rounds`: int32, the same on all shards; how many rounds serve all assignments, at least 1.
-      - `transport`: what the exchange needs to move rows; only the exchange that made it reads it.
+    - `grouping`: an [`eqx_moe.Grouping`][] of what arrives, by local expert. Its `tokens` are the `capacity` rows of
+      the receive buffer.
+    - `overflow`: int32; assignments that this plan does not serve, because a buffer of bounded size is full. Every
+      one is counted by one shard: the sum over shards is their number.
+    - `rounds`: int32, the same on all shards; how many rounds serve all assignments, at least 1.
+    - `transport`: what the exchange needs to move rows; only the exchange that made it reads it.
     """
 
     grouping: Grouping
@@ -41,7 +41,7 @@ class AbstractExchange(eqx.Module):
     Nothing is dropped unless `capacity_factor` bounds the buffers; then round 0 serves the first assignments, in the
     order of the tokens, round 1 the next ones, and `plan.rounds` rounds serve all. Nothing is written out of bounds.
 
-    An exchange of your own needs these five methods; keep all fields static.
+    An exchange of your own needs the five methods below; keep all fields static.
     """
 
     @abc.abstractmethod
