@@ -14,6 +14,7 @@ from ._matmul._auto import AutoGroupedMatmul
 from ._matmul._base import AbstractGroupedMatmul, Product, Side
 from ._matmul._functions import check_dtypes, gathered_matmul, grouped_matmul
 from ._matmul._primitive import bind_product
+from ._vma import match_varying
 
 # The name under which the experts' pre-activation is known to `jax.checkpoint` policies.
 PRE_ACTIVATION = "moe_pre_activation"
@@ -154,6 +155,8 @@ class Experts(eqx.Module):
 def _cast_and_run(
     experts: Experts, x: Float[Array, "tokens d_model"], grouping: Grouping, weights: Float[Array, " rows"] | None
 ) -> Float[Array, "tokens d_model"]:
+    # Matched first, so that gradients are summed over devices in the parameters' dtype.
+    experts = jax.tree.map(lambda leaf: match_varying(leaf, x)[0], experts)
     return routed_mlp(
         x,
         grouping,

@@ -64,8 +64,13 @@ def explain(
 
     **Returns:** an [`eqx_moe.Explanation`][].
 
-    **Raises:** `ValueError` for another platform.
+    **Raises:** `ValueError` for a layer with `parallel`; `ValueError` for another platform.
     """
+    if moe.parallel is not None:
+        raise ValueError(
+            "explain tells of a layer on one device, and this one is divided among several: pass "
+            "eqx_moe.with_parallel(moe, None); eqx_moe.plan_memory and AutoExchange.select tell of the exchange"
+        )
     x = jax.ShapeDtypeStruct(x.shape, x.dtype)
     experts, d_in, gates, d_ff = moe.experts.w_gate_up.shape
     rows = x.size // x.shape[-1] * moe.rule.k

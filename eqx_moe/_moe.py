@@ -22,6 +22,7 @@ from ._router import Router, SelectionBias
 from ._routing import AbstractRoutingRule, Routing, mask_routing, router_logits
 from ._select import EXPERT_IDS, EXPERT_LOGITS
 from ._stats import MoEStats, expert_load, routing_stats
+from ._vma import match_varying
 
 _T = TypeVar("_T")
 # What sorts the assignments, or merely counts them: its result, and the load.
@@ -176,12 +177,13 @@ class MoE(eqx.Module):
         mask = None if mask is None else mask.reshape(-1)
         if mask is not None:
             tokens = jnp.where(mask[:, None], tokens, 0)
+        group = _group if self.parallel is None else _count
+        routing, grouping, stats = self._route(tokens, mask, key, group)
         inner = tokens if self.latent is None else _project(tokens, self.latent.down)
-        if self.parallel is None:
-            routing, grouping, stats = self.route(tokens, mask=mask, key=key)
+        if grouping is not None:
             y = self.experts(inner, grouping, row_weights(routing, grouping))
         else:
-            routing, _, stats = self._route(tokens, mask, key, _count)
+            assert self.parallel is not None
             y, overflow = self.parallel(self.experts, inner, routing)
             stats = eqx.tree_at(lambda stats: stats.overflow, stats, overflow)
         y = y if self.latent is None else _project(y, self.latent.up)
@@ -211,7 +213,7 @@ class MoE(eqx.Module):
 
 @jax.checkpoint  # so that the casted weights do not live until the backward pass
 def _project(x: Float[Array, "tokens d_in"], w: Float[Array, "d_in d_out"]) -> Float[Array, "tokens d_out"]:
-    return x @ w.astype(x.dtype)
+    return x @ match_varying(w, x)[0].astype(x.dtype)
 
 
 def _shared_mlp(
@@ -222,9 +224,11 @@ def _shared_mlp(
     *,
     activation: AbstractActivation,
 ) -> Float[Array, "tokens d_model"]:
-    h = checkpoint_name(jnp.einsum("td,dgf->tgf", x, w_gate_up.astype(x.dtype)), PRE_ACTIVATION)
+    # Matched first, so that gradients are summed over devices in the parameters' dtype.
+    w_gate_up, w_down = (match_varying(w, x)[0].astype(x.dtype) for w in (w_gate_up, w_down))
+    h = checkpoint_name(jnp.einsum("td,dgf->tgf", x, w_gate_up), PRE_ACTIVATION)
     gate = None if w_gate is None else jax.nn.sigmoid(router_logits(x, w_gate))[:, 0]
-    return weighted_activation(h, gate, activation) @ w_down.astype(x.dtype)
+    return weighted_activation(h, gate, activation) @ w_down
 
 
 def _route(

@@ -16,7 +16,7 @@ from ._experts import PRE_ACTIVATION, Experts
 from ._grouping import Grouping, group_by_expert, row_weights
 from ._init import check_positive
 from ._routing import Routing
-from ._vma import match_varying
+from ._vma import match_varying, varying_axes
 
 
 class Overflow(enum.Enum):
@@ -80,6 +80,8 @@ class ExpertParallel(eqx.Module):
         axes = [axis for axis in (self.axis, self.tensor_axis, self.fsdp_axis) if axis is not None]
         if len(set(axes)) < len(axes):
             raise ValueError(f"axis, tensor_axis and fsdp_axis must be different mesh axes: got {axes}")
+        if self.axis is None and (self.capacity_factor is not None or self.overflow is not Overflow.COUNT):
+            raise ValueError("axis=None exchanges nothing, so there are no buffers for capacity_factor and overflow")
 
     def __call__(
         self, experts: Experts, x: Float[Array, "tokens d_model"], routing: Routing
@@ -91,13 +93,14 @@ class ExpertParallel(eqx.Module):
         - `routing`: an [`eqx_moe.Routing`][] of these tokens over the experts of all devices.
 
         **Returns:** the output, like `x`, and the number of assignments that did not fit, int32: every one counted by
-        one device (with `tensor_axis`, by each along it).
+        one of the devices that tokens are divided among.
 
         **Raises:** `ValueError` if sizes do not fit the mesh.
         """
         _check_tokens(x, routing.experts)
-        self._check_mesh(experts, routing)
-        experts = jax.tree.map(lambda leaf: match_varying(leaf, x)[0], experts)
+        self._check_mesh(experts, routing, varying_axes(x))
+        if x.shape[0] == 0:
+            return x, match_varying(jnp.zeros((), jnp.int32), x)[0]
         if self.tensor_axis is None:
             return _serve_in_chunks(self, experts, x, routing)
         index = lax.axis_index(self.tensor_axis)
@@ -108,11 +111,17 @@ class ExpertParallel(eqx.Module):
             return lax.psum(y, self.tensor_axis), overflow
         gather = lambda leaf: lax.all_gather(leaf, self.tensor_axis, tiled=True)
         y, overflow = _serve_in_chunks(self, experts, gather(x), jax.tree.map(gather, routing))
+        overflow = jnp.where(index == 0, overflow, 0)  # each device along the axis counts the same
         return lax.psum_scatter(y, self.tensor_axis, tiled=True), overflow
 
-    def _check_mesh(self, experts: Experts, routing: Routing) -> None:
+    def _check_mesh(self, experts: Experts, routing: Routing, varying: frozenset[str]) -> None:
         for axis in (self.tensor_axis, self.fsdp_axis):
             _axis_size(axis)
+        if self.tensor_axis in varying and not self.sequence_parallel:
+            raise ValueError(
+                f"tokens differ along the mesh axis {self.tensor_axis!r}, and sequence_parallel=False adds up what its "
+                "devices compute for the same tokens: use sequence_parallel=True, or replicate the tokens along it"
+            )
         shards, held = _axis_size(self.axis), experts.w_gate_up.shape[0]
         if routing.num_experts % shards:
             raise ValueError(
@@ -163,7 +172,9 @@ def _serve_in_chunks(
     # Rematerialised as a whole, so that gathered weights are not kept, and by chunk, so that buffers are not.
     @jax.checkpoint
     def run(experts, x, routing):
-        experts = _gather_weights(parallel, experts, x.dtype)
+        # Back in their own dtype, in which the gradients of all chunks are then added up.
+        gathered = _gather_weights(parallel, experts, x)
+        experts = jax.tree.map(lambda leaf, own: match_varying(leaf.astype(own.dtype), x)[0], gathered, experts)
         serve = jax.checkpoint(ft.partial(_serve, dataclasses.replace(parallel, fsdp_axis=None), experts))
         split = lambda leaf: leaf.reshape(parallel.chunks, -1, *leaf.shape[1:])
         y, overflow = lax.map(lambda chunk: serve(*chunk), jax.tree.map(split, (x, routing)))
@@ -179,7 +190,7 @@ def _serve(
     if parallel.axis is None:
         grouping = group_by_expert(routing)
         y = _compute(parallel, experts, x, grouping, row_weights(routing, grouping))
-        return y, jnp.zeros((), jnp.int32)
+        return y, match_varying(jnp.zeros((), jnp.int32), x)[0]
     y, plan = _exchange_and_compute(parallel, experts, x, routing, 0)
     if parallel.overflow is Overflow.RAISE:
         y = jnp.where(lax.psum(plan.overflow, parallel.axis) > 0, jnp.nan, y)
@@ -198,19 +209,22 @@ def _serve_the_rest(
 ) -> Float[Array, "tokens d_model"]:
     """Adds the rounds after the first. Their number is known on the device only, their largest one here: a scan over
     that many, which skips those that are not needed, is differentiable where a loop is not."""
-    (tokens, k), shards = routing.experts.shape, lax.axis_size(parallel.axis)
-    rows = lambda factor: parallel.exchange.rows(tokens, k, routing.num_experts, shards, factor)
-    most = -(-rows(None) // max(rows(parallel.capacity_factor), 1))
+    (tokens, k), shards = routing.experts.shape, _axis_size(parallel.axis)
+    rows = parallel.exchange.rows(tokens, k, routing.num_experts, shards, parallel.capacity_factor)
+    # As if a shard had k experts or more: a rule may give a token the same expert several times.
+    most = -(-parallel.exchange.rows(tokens, k, k * shards, shards, None) // max(rows, 1))
     if most == 1:
         return y
-    if parallel.fsdp_axis is not None:  # whose devices gather weights together
-        rounds = lax.pmax(rounds, parallel.fsdp_axis)
+    # The same everywhere: along `fsdp_axis` devices gather weights together, and others may have gradients to sum.
+    axes = varying_axes(y) | ({parallel.fsdp_axis} if parallel.fsdp_axis is not None else set())
+    rounds = lax.pmax(match_varying(rounds, y)[0], tuple(sorted(axes))) if axes else rounds
 
     compute = lambda *args: _exchange_and_compute(parallel, *args)[0]
     skip = lambda _, x, *rest: match_varying(jnp.zeros_like(x), y)[0]
 
     @jax.checkpoint  # around the condition, or what it needs would be kept once for every round
     def step(experts, x, routing, round):
+        experts = jax.tree.map(lambda leaf: match_varying(leaf, x)[0], experts)  # whose transpose is a sum over devices
         return lax.cond(round < rounds, compute, skip, experts, x, routing, round)
 
     add = lambda y, round: (y + step(experts, x, routing, round), None)
@@ -244,12 +258,12 @@ def _compute(
 
     @ft.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(PRE_ACTIVATION))
     def run(experts, x, grouping, weights):
-        return _gather_weights(parallel, experts, x.dtype)(x, grouping, weights)
+        return _gather_weights(parallel, experts, x)(x, grouping, weights)
 
     return run(experts, x, grouping, weights)
 
 
-def _gather_weights(parallel: ExpertParallel, experts: Experts, dtype: jnp.dtype) -> Experts:
+def _gather_weights(parallel: ExpertParallel, experts: Experts, x: Float[Array, "n d_model"]) -> Experts:
     """The experts with whole widths, as far as `fsdp_axis` divides them."""
     axis = parallel.fsdp_axis
     if axis is None:
@@ -257,7 +271,7 @@ def _gather_weights(parallel: ExpertParallel, experts: Experts, dtype: jnp.dtype
 
     def gather(leaf, spec):
         (dimension,) = [i for i, axes in enumerate(spec) if axis == axes or (isinstance(axes, tuple) and axis in axes)]
-        return lax.all_gather(leaf.astype(dtype), axis, axis=dimension, tiled=True)
+        return lax.all_gather(match_varying(leaf, x)[0].astype(x.dtype), axis, axis=dimension, tiled=True)
 
     sharded = lambda spec: any(axis == axes or (isinstance(axes, tuple) and axis in axes) for axes in spec)
     return jax.tree.map(

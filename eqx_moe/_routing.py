@@ -14,7 +14,8 @@ class Routing(eqx.Module):
 
     - `experts`: int32, `[tokens, k]`; the ids of a token are distinct and in `range(num_experts)`, or all of them are
       `num_experts` if the token is routed nowhere. A rule of your own may do otherwise: an id out of range is routed
-      nowhere, and one that is repeated is computed, weighted and counted each time.
+      nowhere, and one that is repeated is computed, weighted and counted each time. (Expert parallelism has buffers
+      for distinct ids: what does not fit is counted as overflow, or served by the rounds of `Overflow.EXACT`.)
     - `weights`: float32, `[tokens, k]`; what each expert's output is multiplied by.
     - `num_experts`: a Python integer.
     """

@@ -89,16 +89,28 @@ def with_parallel(tree: Any, parallel: ExpertParallel | None) -> Any:
 
 
 def _experts_on_mesh(parallel: ExpertParallel, experts: Experts) -> Experts:
-    """Those of `expert_specs`, for arrays with further axes in front. Arrays with fewer, as of optimisers that factor
-    their state, are whole, and what an optimiser keeps in the place of arrays it leaves alone stays."""
+    """Those of `expert_specs`, for arrays with further axes in front. Where an optimiser keeps other arrays in the
+    parameters' places, such as the factors of Adafactor, they are whole; what is no array stays."""
+    front = _axes_in_front(experts)
 
     def fit(field, spec):
         if not hasattr(field, "ndim"):
             return field
         more = field.ndim - len(spec)
-        return jax.P(*[None] * more, *spec) if more >= 0 else jax.P()
+        return jax.P(*[None] * more, *spec) if more == front >= 0 else jax.P()
 
     return jax.tree.map(fit, experts, expert_specs(parallel, experts), is_leaf=lambda node: node is not experts)
+
+
+def _axes_in_front(experts: Experts) -> int:
+    """How many axes the parameters have in front of their own; -1 if these cannot be parameters of experts."""
+    up, down = experts.w_gate_up, experts.w_down
+    if not (hasattr(up, "ndim") and hasattr(down, "ndim")):  # one of them was left out
+        return up.ndim - 4 if hasattr(up, "ndim") else getattr(down, "ndim", 2) - 3
+    if up.ndim < 4 or down.ndim != up.ndim - 1:
+        return -1
+    (experts_of_up, d_model, _, d_ff), front = up.shape[-4:], up.ndim - 4
+    return front if down.shape[-3:] == (experts_of_up, d_ff, d_model) else -1
 
 
 def _check_fits(path: tuple, shape: tuple[int, ...], spec: jax.P, mesh: jax.sharding.Mesh) -> None:

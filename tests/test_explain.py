@@ -36,3 +36,10 @@ def test_a_kernel_that_was_given_is_told():
 def test_unknown_platforms_are_refused():
     with pytest.raises(ValueError, match="platform='gpu' must be one of"):
         eqx_moe.explain(make_moe(), normal(4, 8), platform="gpu")
+
+
+def test_a_layer_divided_among_devices():
+    moe = make_moe(parallel=eqx_moe.ExpertParallel())
+    with pytest.raises(ValueError, match=r"pass eqx_moe.with_parallel\(moe, None\)"):
+        eqx_moe.explain(moe, normal(4, 8))
+    assert eqx_moe.explain(eqx_moe.with_parallel(moe, None), normal(4, 8)).rows == 8

@@ -11,6 +11,8 @@ import pytest
 
 from .lm_runs import EXAMPLES, saved_arrays, saved_losses, write_text
 
+pytestmark = pytest.mark.slow
+
 STEPS = 8
 TINY = f"--data text --d-model 16 --d-ff 16 --experts 8 --context 8 --batch 8 --steps {STEPS} --save-every 4".split()
 MESHES = ["data=2,expert=4", "data=2,expert=2,tensor=2", "data=8"]

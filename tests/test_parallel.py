@@ -110,11 +110,20 @@ def test_without_an_exchange(composition):
     check(make_moe(WIDTH, 8, EXPERTS, parallel=ExpertParallel(**options), **SEVERAL), make_mesh(axes), tokens)
 
 
-@pytest.mark.parametrize("check_vma, axis_type", [(False, AxisType.Auto), (True, AxisType.Explicit)])
-@pytest.mark.parametrize("composition", ["data x experts", "all at once"])
-def test_other_meshes(composition, check_vma, axis_type):
+@pytest.mark.parametrize(
+    "composition, exchange, check_vma, axis_type",
+    [
+        ("data x experts", "padded", True, AxisType.Explicit),
+        ("data x experts", "ragged", False, AxisType.Auto),
+        ("tokens whole along tensor", "gather", False, AxisType.Auto),
+        ("all at once", "ragged", True, AxisType.Explicit),
+        ("all at once", "padded", False, AxisType.Auto),
+    ],
+)
+def test_other_meshes(composition, exchange, check_vma, axis_type):
     axes, options, tokens = COMPOSITIONS[composition]
-    moe = make_moe(WIDTH, 8, EXPERTS, parallel=ExpertParallel(**options), **SEVERAL)
+    parallel = ExpertParallel(exchange=EXCHANGES[exchange], **options)
+    moe = make_moe(WIDTH, 8, EXPERTS, parallel=parallel, **SEVERAL)
     mesh = make_mesh(axes, axis_type)
     place = lambda tree, specs: jax.device_put(tree, jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs))
     with jax.set_mesh(mesh):
@@ -171,12 +180,76 @@ def test_two_layers_in_one_step_scanned_checkpointed_and_accumulated():
     assert_close(actual, jax.jit(ft.partial(accumulate, jax.grad(loss)))(locally, x))
 
 
+@pytest.mark.parametrize(
+    "composition, options",
+    [
+        ("data x experts", {"exchange": EXCHANGES["ragged"]}),
+        ("weights sharded along d_ff", {"exchange": EXCHANGES["padded"], "chunks": 8}),
+        ("all at once", {"exchange": EXCHANGES["gather"]}),
+    ],
+)
+def test_bfloat16_tokens(composition, options):
+    """With parameters in float32, in which their gradients are summed over chunks and devices. All experts are chosen:
+    a choice could turn out differently where rounding does."""
+    axes, more, tokens = COMPOSITIONS[composition]
+    moe = make_moe(WIDTH, 8, EXPERTS, k=EXPERTS, parallel=ExpertParallel(**{**more, **options}), d_shared=7, d_latent=8)
+    loss = lambda run, moe, x: run(moe, x, jnp.ones(TOKENS, bool))[0].astype(jnp.float32).sum()
+    run = sharded(moe, make_mesh(axes), tokens)
+    gradient = jax.jit(jax.grad(ft.partial(loss, run)))
+    with jax.default_matmul_precision("highest"):
+        expected = jax.grad(ft.partial(loss, lambda moe, x, mask: moe(x, mask=mask)))(without(moe), X)
+    assert_close(gradient(moe, X.astype(jnp.bfloat16)), expected, dtype="bfloat16")
+    summed = [
+        eqn.invars[0].aval.dtype
+        for eqn in equations(jax.make_jaxpr(gradient)(moe, X.astype(jnp.bfloat16)))
+        if eqn.primitive.name in ("psum", "psum_invariant") and eqn.invars[0].aval.ndim > 1
+    ]
+    assert summed and set(summed) == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("options", [{}, EXACT, {"chunks": 2}, {"fsdp_axis": "data"}])
+def test_scanned_layers_keep_no_copies_of_their_weights(options):
+    """A program that differentiates a scan over layers carries no array of the size of all layers' weights but the
+    weights and their gradients."""
+    layers, d_ff = 3, 40
+    moe = stack([make_moe(WIDTH, d_ff, EXPERTS, parallel=ExpertParallel(**options), seed=i) for i in range(layers)])
+    specs, tokens = eqx_moe.partition_specs(moe), jax.P(("data", "expert"))
+
+    def body(moe, x):
+        return jax.lax.scan(lambda x, layer: (x + layer(x)[0], None), x, moe)[0]
+
+    run = jax.shard_map(body, mesh=make_mesh(DATA), in_specs=(specs, tokens), out_specs=tokens)
+    program = jax.make_jaxpr(lambda moe, x, cotangent: jax.vjp(run, moe, x)[1](cotangent))(moe, X, X)
+    scans = [eqn for eqn in equations(program) if eqn.primitive.name == "scan" and eqn.params["length"] == layers]
+    assert len(scans) >= 2
+    for shape in ((layers, EXPERTS // 4, WIDTH, 2), (layers, EXPERTS // 4)):
+        forward = [out.aval.shape for out in scans[0].outvars]
+        assert not any(out[: len(shape)] == shape and d_ff in out for out in forward), forward
+
+
+def test_no_tokens():
+    moe = make_moe(WIDTH, 8, EXPERTS, parallel=ExpertParallel(tensor_axis="tensor"))
+    run = sharded(moe, make_mesh(THREE), ("data", "expert", "tensor"))
+    y, stats = jax.jit(run)(moe, X[:0], MASK[:0])
+    assert y.shape == (0, WIDTH) and stats.tokens == 0 and stats.overflow == 0
+
+
 def test_forward_mode():
     moe = make_moe(WIDTH, 8, EXPERTS, parallel=ExpertParallel(exchange=EXCHANGES["ragged"], **EXACT))
     run = sharded(moe, make_mesh(DATA), ("data", "expert"))
     tangent = normal(*X.shape, seed=1)
     push = lambda run, moe: jax.jit(lambda moe: jax.jvp(lambda x: run(moe, x, MASK)[0], (X,), (tangent,)))(moe)
     assert_close(push(run, moe), push(lambda moe, x, mask: moe(x, mask=mask), without(moe)))
+
+
+class Twice(eqx_moe.AbstractRoutingRule):
+    """Sends every token to expert 0 as often as there are choices."""
+
+    k: int = eqx.field(static=True)
+
+    def __call__(self, logits, *, bias=None):
+        weights = jax.nn.softmax(logits)[:, : self.k]
+        return eqx_moe.Routing(jnp.zeros(weights.shape, jnp.int32), weights, logits.shape[1])
 
 
 class TestOverflow:
@@ -228,6 +301,24 @@ class TestOverflow:
             served = (np.abs(np.asarray(y) - expected) < 1e-5).all(axis=1)
             assert served.sum() == TOKENS // 4
             assert (served | (np.asarray(y) == 0).all(axis=1)).all()
+
+    def test_counted_once_along_tensor(self):
+        moe = self.layer("gather", Overflow.COUNT)
+        parallel = ExpertParallel(exchange=EXCHANGES["gather"], capacity_factor=1, tensor_axis="tensor")
+        moe = eqx_moe.with_parallel(moe, parallel)
+        run = sharded(moe, make_mesh(THREE), ("data", "expert", "tensor"))
+        stats = jax.jit(run)(moe, X, jnp.ones(TOKENS, bool))[1]
+        assert stats.load.sum() == 2 * TOKENS and stats.overflow == TOKENS
+
+    @pytest.mark.parametrize("exchange", EXCHANGES)
+    def test_experts_chosen_twice(self, exchange):
+        """By a rule of one's own: more may arrive at a shard than there are distinct experts."""
+        parallel = ExpertParallel(exchange=EXCHANGES[exchange], capacity_factor=1, overflow=Overflow.EXACT)
+        moe = make_moe(WIDTH, 8, 4, rule=Twice(k=2), parallel=parallel)
+        y, stats = jax.jit(sharded(moe, make_mesh(DATA), self.tokens))(moe, X, MASK)
+        expected = without(moe)(X, mask=MASK)
+        assert_close((y, stats.load), (expected[0], expected[1].load))
+        assert stats.overflow == 0
 
     def test_nothing_to_raise(self):
         eqx_moe.check_overflow(make_moe()(normal(3, 8))[1])
@@ -309,6 +400,16 @@ class TestMistakes:
             ValueError, match=r"mesh axis 'expert', which does not exist here: call it inside `jax.shard_map`"
         ):
             moe(X)
+
+    def test_tokens_that_differ_along_tensor(self):
+        parallel = ExpertParallel(tensor_axis="tensor", sequence_parallel=False)
+        moe = make_moe(WIDTH, 8, EXPERTS, parallel=parallel)
+        with pytest.raises(ValueError, match="tokens differ along the mesh axis 'tensor'"):
+            self.run(moe, THREE, ("data", "expert", "tensor"))
+
+    def test_buffers_that_there_are_not(self):
+        with pytest.raises(ValueError, match="axis=None exchanges nothing"):
+            ExpertParallel(axis=None, capacity_factor=1.0)
 
     @pytest.mark.parametrize("axes", [{"tensor_axis": "expert"}, {"tensor_axis": "x", "fsdp_axis": "x"}])
     def test_an_axis_used_twice(self, axes):

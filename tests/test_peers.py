@@ -12,6 +12,8 @@ import pytest
 
 from .helpers import TOLERANCE, assert_close, make_moe, normal
 
+pytestmark = pytest.mark.slow
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TOKENS, D_MODEL, D_FF, EXPERTS, K = SIZE = (24, 16, 8, 4, 2)
 SHAPE = dict(zip(("tokens", "d_model", "d_ff", "experts", "k"), SIZE, strict=True))

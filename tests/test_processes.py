@@ -114,6 +114,8 @@ def test_ctrl_c_saves_once_for_all(workplace):
 
 STUBBORN = """
 import os, signal, sys, time
+
+pytestmark = pytest.mark.slow
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 number = os.environ["JAX_PROCESS_ID"]
 print("here is", number, "with", os.environ["JAX_NUM_CPU_DEVICES"], "of", os.environ["JAX_NUM_PROCESSES"])

@@ -122,6 +122,8 @@ KILLED = """
 import os, signal, sys
 import jax, orbax.checkpoint as ocp
 
+pytestmark = pytest.mark.slow
+
 folder, event, path = sys.argv[1:]
 def kill(name, arguments):
     if name == event and str(arguments[0]) == path:

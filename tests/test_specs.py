@@ -164,6 +164,12 @@ class TestOptimiserState:
         state = jax.eval_shape(FACTORED.init, self.moe)
         assert set(jax.tree.leaves(eqx_moe.partition_specs(state)[0].v_row)) == {jax.P()}
 
+    def test_factored_state_of_stacked_layers_is_whole(self):
+        layers = jax.eval_shape(lambda moe: jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), moe), self.moe)
+        specs = eqx_moe.partition_specs(jax.eval_shape(FACTORED.init, layers))[0]
+        assert set(jax.tree.leaves((specs.v_row, specs.v_col))) == {jax.P()}
+        assert eqx_moe.partition_specs(layers).experts.w_down[:2] == (None, "expert")
+
 
 def check_placed(tree, mesh):
     """Every device holds the part that the specs say, and nothing else."""

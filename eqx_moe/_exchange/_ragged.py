@@ -32,7 +32,7 @@ class _Slices(eqx.Module):
     - `arriving`: its size.
     """
 
-    order: Int32[Array, " sent"]
+    order: Int32[Array, " rows"]
     position: Int32[Array, "tokens k"]
     starts: Int32[Array, " shards"]
     remote: Int32[Array, " shards"]
@@ -95,7 +95,7 @@ class RaggedAllToAll(AbstractExchange):
 
 
 def ragged_all_to_all(
-    operand: Shaped[Array, "sent *d"],
+    operand: Shaped[Array, "rows *d"],
     output: Shaped[Array, "capacity *d"],
     input_offsets: Int32[Array, " shards"],
     send_sizes: Int32[Array, " shards"],
@@ -128,7 +128,7 @@ def _emulate(operand, output, input_offsets, send_sizes, output_offsets, recv_si
     return jnp.where(covered.any(axis=1).reshape(-1, *[1] * (output.ndim - 1)), found, output)
 
 
-def _there(sent: Shaped[Array, "sent *d"], out: Shaped[Array, "capacity *d"], slices: _Slices) -> Array:
+def _there(sent: Shaped[Array, "rows *d"], out: Shaped[Array, "capacity *d"], slices: _Slices) -> Array:
     """Sends the slices to the shards they are for, into `out`."""
     offsets = slices.starts, slices.sizes, slices.remote, slices.arriving
     return ragged_all_to_all(sent, out, *offsets, axis_name=slices.axis_name)
