@@ -241,8 +241,8 @@ def _exchange_and_compute(
     exchange = parallel.exchange
     assert parallel.axis is not None
     plan = exchange.plan(routing, axis_name=parallel.axis, capacity_factor=parallel.capacity_factor, round=round)
-    rows = exchange.send(x, plan)
-    rows = _compute(parallel, experts, rows, plan.grouping, exchange.send_weights(routing.weights, plan))
+    rows, weights = exchange.send(x, routing.weights, plan)
+    rows = _compute(parallel, experts, rows, plan.grouping, weights)
     return exchange.receive(rows, plan), plan
 
 

@@ -136,8 +136,8 @@ class TestCost:
             def apply(x, weights):
                 routing = eqx_moe.Routing(ids, weights, experts)
                 plan = exchange.plan(routing, axis_name="expert", capacity_factor=factor)
-                there = exchange.send(x, plan)
-                share = exchange.send_weights(weights, plan).sum().astype(x.dtype)
+                there, arrived = exchange.send(x, weights, plan)
+                share = arrived.sum().astype(x.dtype)
                 return exchange.receive(jnp.sin(there) * share, plan)
 
             y, pull_back = jax.vjp(apply, x, weights)

@@ -60,10 +60,11 @@ def all_rounds(exchange, factor):
 
         def serve(round):
             plan = exchange.plan(routing, axis_name="expert", capacity_factor=factor, round=round)
-            rows = eqx_moe.dispatch(exchange.send(x, plan), plan.grouping)
+            arrived, arrived_weights = exchange.send(x, weights, plan)
+            rows = eqx_moe.dispatch(arrived, plan.grouping)
             ends = jnp.cumsum(plan.grouping.sizes)
             expert = first + jnp.searchsorted(ends, jnp.arange(rows.shape[0]), side="right")
-            scale = exchange.send_weights(weights, plan) * (1 + expert).astype(jnp.float32)
+            scale = arrived_weights * (1 + expert).astype(jnp.float32)
             y = exchange.receive(eqx_moe.combine(rows * scale[:, None], plan.grouping), plan)
             return y, plan.grouping.sizes, plan.rounds
 
@@ -120,11 +121,12 @@ class TestSendAndReceive:
         def products(x, ids):
             routing = eqx_moe.Routing(ids, jnp.ones(ids.shape), EXPERTS)
             plan = exchange.plan(routing, axis_name="expert", capacity_factor=factor)
-            sent, transpose = jax.vjp(lambda x: exchange.send(x, plan), x)
+            send = lambda x: exchange.send(x, routing.weights, plan)[0]
+            sent, transpose = jax.vjp(send, x)
             rows = jnp.cos(jnp.arange(sent.size, dtype=jnp.float32)).reshape(sent.shape)
             rows = jax.lax.pcast(rows, "expert", to="varying")
             back, transpose_back = jax.vjp(lambda rows: exchange.receive(rows, plan), rows)
-            jvp = jax.jvp(lambda x: exchange.send(x, plan), (x,), (2 * x,))[1]
+            jvp = jax.jvp(send, (x,), (2 * x,))[1]
             return (transpose(rows)[0], transpose_back(x)[0], jvp), (back, sent, 2 * sent)
 
         actual, expected = on_shards(lambda args: products(*args))((x, jnp.asarray(ids)))
@@ -142,7 +144,7 @@ class TestSendAndReceive:
         def run(x, ids):
             routing = eqx_moe.Routing(ids, jnp.ones(ids.shape), EXPERTS)
             plan = exchange.plan(routing, axis_name="expert", capacity_factor=0.5)
-            arrived = exchange.send(x, plan)
+            arrived = exchange.send(x, routing.weights, plan)[0]
             used = (plan.grouping.position < plan.grouping.order.shape[0]).any(axis=1)
             rows = eqx_moe.combine(eqx_moe.dispatch(arrived, plan.grouping), plan.grouping)
             return arrived, used, rows
@@ -159,7 +161,7 @@ def test_one_shard_is_the_local_layer(exchange):
 
     def run(x, routing):
         plan = exchange.plan(routing, axis_name="expert")
-        return exchange.send_weights(routing.weights, plan), plan.grouping.sizes
+        return exchange.send(x, routing.weights, plan)[1], plan.grouping.sizes
 
     weights, sizes = on_shards(lambda args: run(*args), shards=1)((x, routing))
     grouping = eqx_moe.group_by_expert(routing)
@@ -216,7 +218,8 @@ class TestRaggedAllToAll:
             x, ids = args
             routing = eqx_moe.Routing(ids, jnp.ones(ids.shape), EXPERTS)
             plan = exchange.plan(routing, axis_name="expert")
-            return jnp.sin(exchange.receive(jnp.cos(exchange.send(x, plan)), plan))
+            arrived = exchange.send(x, routing.weights, plan)[0]
+            return jnp.sin(exchange.receive(jnp.cos(arrived), plan))
 
         run = on_shards(lambda args: jax.vjp(lambda x: loss((x, args[1])), args[0])[1](args[0])[0])
         text = run.trace((x, ids)).lower(lowering_platforms=(platform,)).as_text()

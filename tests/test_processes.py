@@ -12,6 +12,8 @@ import pytest
 
 from .lm_runs import EXAMPLES, running, saved_losses, start, write_text
 
+pytestmark = pytest.mark.slow
+
 TRAIN, LAUNCH = EXAMPLES / "train_lm.py", EXAMPLES / "launch_local.py"
 STEPS = 20
 TINY = "--data text --d-model 16 --d-ff 16 --experts 8 --layers 1 --context 8 --batch 8".split()
@@ -114,8 +116,6 @@ def test_ctrl_c_saves_once_for_all(workplace):
 
 STUBBORN = """
 import os, signal, sys, time
-
-pytestmark = pytest.mark.slow
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 number = os.environ["JAX_PROCESS_ID"]
 print("here is", number, "with", os.environ["JAX_NUM_CPU_DEVICES"], "of", os.environ["JAX_NUM_PROCESSES"])

@@ -18,6 +18,9 @@ from eqx_moe import ExpertParallel
 
 from .helpers import FAST, assert_close, assert_equal, make_moe, normal
 
+pytestmark = pytest.mark.slow
+
+
 OPTIMISER: Any = optax.adamw(1e-3)
 OPTIONS = {"expert_bias": True, "selection_bias": True, "matmul": FAST}
 EP, FSDP = ExpertParallel(), ExpertParallel(axis=None, fsdp_axis="data")
@@ -121,9 +124,6 @@ def test_without_parallel_the_structure_is_another(tmp_path):
 KILLED = """
 import os, signal, sys
 import jax, orbax.checkpoint as ocp
-
-pytestmark = pytest.mark.slow
-
 folder, event, path = sys.argv[1:]
 def kill(name, arguments):
     if name == event and str(arguments[0]) == path:

@@ -143,11 +143,10 @@ class AutoExchange(AbstractExchange):
         plan = chosen.plan(routing, axis_name=axis_name, capacity_factor=capacity_factor, round=round)
         return ExchangePlan(plan.grouping, plan.overflow, plan.rounds, _Chosen(chosen, plan))
 
-    def send(self, x: Float[Array, "tokens d_model"], plan: ExchangePlan) -> Float[Array, "capacity d_model"]:
-        return plan.transport.exchange.send(x, plan.transport.plan)
-
-    def send_weights(self, weights: Float[Array, "tokens k"], plan: ExchangePlan) -> Float32[Array, " rows"]:
-        return plan.transport.exchange.send_weights(weights, plan.transport.plan)
+    def send(
+        self, x: Float[Array, "tokens d_model"], weights: Float[Array, "tokens k"], plan: ExchangePlan
+    ) -> tuple[Float[Array, "capacity d_model"], Float32[Array, " rows"]]:
+        return plan.transport.exchange.send(x, weights, plan.transport.plan)
 
     def receive(self, rows: Float[Array, "capacity d_model"], plan: ExchangePlan) -> Float[Array, "tokens d_model"]:
         return plan.transport.exchange.receive(rows, plan.transport.plan)

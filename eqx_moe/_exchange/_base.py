@@ -34,14 +34,14 @@ class ExchangePlan(eqx.Module):
 class AbstractExchange(eqx.Module):
     """Moves tokens between the shards of a mesh axis, inside `jax.shard_map`.
 
-    `send` copies every token to the shards that hold its experts; `receive` is its adjoint, so it sums for every token
-    what comes back, and differentiating one gives the other. Each shard holds `local_experts = experts / shards`
-    experts: those from `index * local_experts` on.
+    `send` copies every token to the shards that hold its experts, and its routing weights with it; `receive` is the
+    adjoint of the former, so it sums for every token what comes back. Each shard holds `local_experts = experts /
+    shards` experts: those from `index * local_experts` on.
 
     Nothing is dropped unless `capacity_factor` bounds the buffers; then round 0 serves the first assignments, in the
     order of the tokens, round 1 the next ones, and `plan.rounds` rounds serve all. Nothing is written out of bounds.
 
-    An exchange of your own needs the five methods below; keep all fields static.
+    An exchange of your own needs the four methods below; keep all fields static.
     """
 
     @abc.abstractmethod
@@ -75,12 +75,11 @@ class AbstractExchange(eqx.Module):
         """
 
     @abc.abstractmethod
-    def send(self, x: Float[Array, "tokens d_model"], plan: ExchangePlan) -> Float[Array, "capacity d_model"]:
-        """The tokens for this shard's experts, from all shards; linear in `x`."""
-
-    @abc.abstractmethod
-    def send_weights(self, weights: Float[Array, "tokens k"], plan: ExchangePlan) -> Float32[Array, " rows"]:
-        """The routing weights in the order of the rows of `plan.grouping`; linear in `weights`."""
+    def send(
+        self, x: Float[Array, "tokens d_model"], weights: Float[Array, "tokens k"], plan: ExchangePlan
+    ) -> tuple[Float[Array, "capacity d_model"], Float32[Array, " rows"]]:
+        """The tokens for this shard's experts, from all shards, and the routing weights that come with them, in the
+        order of the rows of `plan.grouping`; linear in `x` and in `weights`."""
 
     @abc.abstractmethod
     def receive(self, rows: Float[Array, "capacity d_model"], plan: ExchangePlan) -> Float[Array, "tokens d_model"]:

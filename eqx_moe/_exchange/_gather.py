@@ -49,11 +49,11 @@ class AllGatherReduceScatter(AbstractExchange):
         rounds = lax.pmax(jnp.where(mine, turn, 0).max(initial=0) + 1, axis_name)
         return ExchangePlan(grouping, overflow, rounds, _Axis(axis_name))
 
-    def send(self, x: Float[Array, "tokens d_model"], plan: ExchangePlan) -> Float[Array, "capacity d_model"]:
-        return lax.all_gather(x, plan.transport.name, tiled=True)
-
-    def send_weights(self, weights: Float[Array, "tokens k"], plan: ExchangePlan) -> Float32[Array, " rows"]:
-        return weights_of_rows(lax.all_gather(weights, plan.transport.name, tiled=True), plan.grouping)
+    def send(
+        self, x: Float[Array, "tokens d_model"], weights: Float[Array, "tokens k"], plan: ExchangePlan
+    ) -> tuple[Float[Array, "capacity d_model"], Float32[Array, " rows"]]:
+        gather = lambda leaf: lax.all_gather(leaf, plan.transport.name, tiled=True)
+        return gather(x), weights_of_rows(gather(weights), plan.grouping)
 
     def receive(self, rows: Float[Array, "capacity d_model"], plan: ExchangePlan) -> Float[Array, "tokens d_model"]:
         return lax.psum_scatter(rows, plan.transport.name, tiled=True)

@@ -62,14 +62,14 @@ class PaddedAllToAll(AbstractExchange):
             group_arrivals(ids[:, None], local_experts), overflow, rounds, _Cells(order, position, axis_name)
         )
 
-    def send(self, x: Float[Array, "tokens d_model"], plan: ExchangePlan) -> Float[Array, "capacity d_model"]:
+    def send(
+        self, x: Float[Array, "tokens d_model"], weights: Float[Array, "tokens k"], plan: ExchangePlan
+    ) -> tuple[Float[Array, "capacity d_model"], Float32[Array, " rows"]]:
         cells = plan.transport
-        return _swap(dispatch_rows(x, cells.order, cells.position), cells.axis_name)
-
-    def send_weights(self, weights: Float[Array, "tokens k"], plan: ExchangePlan) -> Float32[Array, " rows"]:
-        cells = plan.transport
-        sent = dispatch_rows(weights.reshape(-1, 1), cells.order, cells.position.reshape(-1, 1))
-        return weights_of_rows(_swap(sent, cells.axis_name), plan.grouping)
+        tokens = dispatch_rows(x, cells.order, cells.position)
+        flat = dispatch_rows(weights.reshape(-1, 1), cells.order, cells.position.reshape(-1, 1))
+        arrived = _swap(flat, cells.axis_name)
+        return _swap(tokens, cells.axis_name), weights_of_rows(arrived, plan.grouping)
 
     def receive(self, rows: Float[Array, "capacity d_model"], plan: ExchangePlan) -> Float[Array, "tokens d_model"]:
         cells = plan.transport

@@ -75,16 +75,15 @@ class RaggedAllToAll(AbstractExchange):
         overflow = (by_shard.sizes - slices.sizes).sum(dtype=jnp.int32)
         return ExchangePlan(group_arrivals(ids[:, None], local_experts), overflow, rounds, slices)
 
-    def send(self, x: Float[Array, "tokens d_model"], plan: ExchangePlan) -> Float[Array, "capacity d_model"]:
+    def send(
+        self, x: Float[Array, "tokens d_model"], weights: Float[Array, "tokens k"], plan: ExchangePlan
+    ) -> tuple[Float[Array, "capacity d_model"], Float32[Array, " rows"]]:
         slices = plan.transport
+        tokens = dispatch_rows(x, slices.order, slices.position)
+        flat = dispatch_rows(weights.reshape(-1, 1), slices.order, slices.position.reshape(-1, 1))
+        arrived = _there(flat, jnp.zeros((slices.capacity, 1), weights.dtype), slices)
         out = jnp.zeros((slices.capacity, x.shape[1]), x.dtype)
-        return _there(dispatch_rows(x, slices.order, slices.position), out, slices)
-
-    def send_weights(self, weights: Float[Array, "tokens k"], plan: ExchangePlan) -> Float32[Array, " rows"]:
-        slices = plan.transport
-        sent = dispatch_rows(weights.reshape(-1, 1), slices.order, slices.position.reshape(-1, 1))
-        arrived = _there(sent, jnp.zeros((slices.capacity, 1), weights.dtype), slices)
-        return weights_of_rows(arrived, plan.grouping)
+        return _there(tokens, out, slices), weights_of_rows(arrived, plan.grouping)
 
     def receive(self, rows: Float[Array, "capacity d_model"], plan: ExchangePlan) -> Float[Array, "tokens d_model"]:
         slices = plan.transport
