@@ -151,14 +151,14 @@ def test_two_layers_in_one_step_scanned_checkpointed_and_accumulated():
         {"d_ff": 8, "num_experts": 8, "k": 2, "parallel": ExpertParallel(exchange=EXCHANGES["padded"])},
         {"d_ff": 6, "num_experts": 4, "k": 1, "parallel": ExpertParallel(exchange=EXCHANGES["gather"])},
     ]
-    layers = stack([tuple(make_moe(WIDTH, **kind, seed=seed) for kind in kinds) for seed in range(3)])
+    layers = stack([tuple(make_moe(WIDTH, **kind, seed=seed) for kind in kinds) for seed in range(2)])
     mesh, tokens = make_mesh(DATA), ("data", "expert")
 
     def loss(layers, x):
         @jax.checkpoint
         def block(x, two):
             for layer in two:
-                x = x + layer(x)[0]
+                x = x + 0.2 * layer(x)[0]  # or rounding errors would grow from layer to layer
             return x, None
 
         return jnp.sin(jax.lax.scan(block, x, layers)[0]).sum()
