@@ -45,6 +45,8 @@ with _install_import_hook("eqx_moe", "beartype.beartype"):
     from ._matmul._functions import gathered_matmul as gathered_matmul
     from ._matmul._functions import grouped_matmul as grouped_matmul
     from ._matmul._masked import MaskedDense as MaskedDense
+    from ._matmul._mxfp8 import EmulatedMXFP8 as EmulatedMXFP8
+    from ._matmul._mxfp8 import round_to_mxfp8 as round_to_mxfp8
     from ._matmul._ragged import RaggedDot as RaggedDot
     from ._matmul._te_gemm import TEGroupedGemm as TEGroupedGemm
     from ._matmul._tiled import TiledDot as TiledDot
