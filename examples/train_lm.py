@@ -163,6 +163,8 @@ def draw(folder: Path, state: State, done: int):
     axes.plot(steps, state.held_out_losses[:done], "o", label="held out")
     axes.legend()
     figure.savefig(folder / "loss.png")
+    columns = np.stack([steps, state.losses[:done], state.held_out_losses[:done]], axis=1)
+    np.savetxt(folder / "loss.csv", columns, "%.6g", delimiter=",", header="step,training,held_out", comments="")
     if state.loads.any():
         eqx_moe.plot_load(state.loads[:done], steps=steps).savefig(folder / "expert_load.png")
 

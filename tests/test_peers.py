@@ -215,3 +215,20 @@ def test_the_command_writes_both(comparison, monkeypatch, tmp_path):
     comparison.main()
     assert (tmp_path / "found.md").read_text().startswith("Milliseconds forward / backward, by the clock of the gpu.")
     assert (tmp_path / "found.svg").stat().st_size > 1000
+
+
+def test_loss_curves_are_held_against_the_first(monkeypatch, tmp_path):
+    curves = benchmark("curves")
+    for name, shift in ("first", 0.0), ("second", 0.25):
+        (tmp_path / name).mkdir()
+        rows = [f"{step},{2 + shift},{1.5 + shift if step == 120 else 'nan'}" for step in range(1, 121)]
+        (tmp_path / name / "loss.csv").write_text("\n".join(["step,training,held_out", *rows]))
+    folders = [str(tmp_path / name) for name in ("first", "second")]
+    monkeypatch.setattr(sys, "argv", ["curves.py", *folders, "--out", str(tmp_path / "found")])
+    curves.main()
+    told = (tmp_path / "found.md").read_text().splitlines()
+    assert told[2:] == [
+        "| first | 1.5000 | 2.0000 | 0.0000 | 0.0000 |",
+        "| second | 1.7500 | 2.2500 | 0.2500 | 0.2500 |",
+    ]
+    assert "<svg" in (tmp_path / "found.svg").read_text()

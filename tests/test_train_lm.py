@@ -74,6 +74,9 @@ def test_run_writes_plots_and_checkpoints_without_warnings(workplace, straight):
     for name in ("loss.png", "expert_load.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
         assert str(out) in straight.stdout
+    losses = np.loadtxt(out / "loss.csv", delimiter=",", skiprows=1)
+    assert (losses[:, 0] == np.arange(1, STEPS + 1)).all()
+    assert np.isfinite(losses[:, 1]).all() and np.isfinite(losses[[STEPS - 51, STEPS - 1], 2]).all()
     assert "--- sample ---" in straight.stdout
     assert "100%" in straight.stderr
     # Not "nothing but progress": XLA itself complains on machines so busy that compiling takes minutes.
