@@ -89,15 +89,40 @@ def router_logits(
     **Raises:** `ValueError` if `soft_cap` is not positive.
     """
     check_soft_cap(soft_cap)
-    wide, precision = jnp.float32, lax.Precision.HIGHEST
+    wide = jnp.float32
+    # On a CPU XLA refuses bfloat16 products of an inner width of 1, and they are no faster.
     if x.dtype == jnp.bfloat16 and jax.default_backend() == "gpu" and min(*x.shape, weight.shape[1]) >= 16:
-        # Three bfloat16 products are a float32 one to 3e-6 if a factor is bfloat16, and take half its time on an H200.
-        # (XLA refused them on a CPU where the inner width was 1.)
-        precision = lax.DotAlgorithmPreset.BF16_BF16_F32_X3
-    logits = jnp.matmul(x.astype(wide), weight.astype(wide), precision=precision)
+        logits = _product_of_bfloat16(x, weight)
+    else:
+        logits = jnp.matmul(x.astype(wide), weight.astype(wide), precision=lax.Precision.HIGHEST)
     if bias is not None:
         logits = logits + bias.astype(wide)[None]
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
+
+
+@jax.custom_jvp
+def _product_of_bfloat16(
+    x: Float[Array, "tokens d_model"], weight: Float[Array, "d_model experts"]
+) -> Float32[Array, "tokens experts"]:
+    """`x @ weight` for `x` in bfloat16, whose products with a bfloat16 weight are exact in float32. Another weight is
+    the sum of two bfloat16 numbers to 2**-17, so that three such products are a float32 one to 3e-6."""
+    if weight.dtype == jnp.bfloat16:
+        return jnp.matmul(x, weight, preferred_element_type=jnp.float32)
+    wide = jnp.float32
+    return jnp.matmul(x.astype(wide), weight.astype(wide), precision=lax.DotAlgorithmPreset.BF16_BF16_F32_X3)
+
+
+@_product_of_bfloat16.defjvp
+def _(primals, tangents):
+    # Its transposes are the cotangents, each of which is rounded to the dtype of what it belongs to: so is that of the
+    # logits before a product whose result is bfloat16.
+    (x, weight), (dx, dweight) = primals, tangents
+    along_x = jnp.matmul(dx, weight.astype(x.dtype)).astype(jnp.float32)
+    if weight.dtype == jnp.bfloat16:
+        along_weight = jnp.matmul(x, dweight).astype(jnp.float32)
+    else:
+        along_weight = _product_of_bfloat16(x, dweight)
+    return _product_of_bfloat16(x, weight), along_x + along_weight
 
 
 def jitter(x: Float[Array, "*batch d_model"], amount: float | int, *, key: Array) -> Float[Array, "*batch d_model"]:

@@ -25,6 +25,7 @@ from .helpers import (
     normal,
     oracle_grouped_matmul,
     oracle_moe,
+    relative_error,
 )
 
 HERE = jax.default_backend()
@@ -153,6 +154,26 @@ def test_routing_equals_that_of_the_cpu(tokens, experts, k):
     assert_equal(here, there)
     batched = jax.jit(jax.vmap(route))(np.stack([logits, logits[::-1]]), np.stack([mask, mask]))
     assert_equal(jax.tree.map(lambda leaf: leaf[0], batched), there)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_router_of_bfloat16_tokens(dtype):
+    """Logits as exact as float32's; gradients rounded no more than the dtype of what they belong to."""
+    x, weight, cotangent = (
+        normal(300, 256, dtype="bfloat16"),
+        normal(256, 40, dtype=dtype, seed=1),
+        normal(300, 40, seed=2),
+    )
+    wide = [np.asarray(array, np.float64) for array in (x, weight, cotangent)]
+    logits, pull_back = jax.vjp(jax.jit(eqx_moe.router_logits), x, weight)
+    assert logits.dtype == jnp.float32
+    assert_close(logits, wide[0] @ wide[1])
+    dx, dweight = jax.jit(pull_back)(cotangent)
+    assert dx.dtype == x.dtype and dweight.dtype == weight.dtype
+    assert relative_error(dx.astype("float32"), wide[2] @ wide[1].T) < 2**-8
+    assert relative_error(dweight.astype("float32"), wide[0].T @ wide[2]) < (2**-8 if dtype == "bfloat16" else 1e-5)
+    along = jax.jvp(jax.jit(eqx_moe.router_logits), (x, weight), (x, weight))[1]
+    assert_close(along, 2 * wide[0] @ wide[1])
 
 
 def value_and_gradients(f, moe, x):
