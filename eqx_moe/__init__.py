@@ -16,6 +16,8 @@ with _install_import_hook("eqx_moe", "beartype.beartype"):
     from ._exchange._base import AbstractExchange as AbstractExchange
     from ._exchange._base import ExchangePlan as ExchangePlan
     from ._exchange._gather import AllGatherReduceScatter as AllGatherReduceScatter
+    from ._exchange._nccl import NCCLExchange as NCCLExchange
+    from ._exchange._nccl import NCCLGroup as NCCLGroup
     from ._exchange._padded import PaddedAllToAll as PaddedAllToAll
     from ._exchange._ragged import RaggedAllToAll as RaggedAllToAll
     from ._experts import PRE_ACTIVATION as PRE_ACTIVATION

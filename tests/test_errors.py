@@ -227,10 +227,13 @@ NOTHING_TO_DIFFER = {
     "AutoExchange",
     "ExchangePlan",
     "ExchangeSelection",
+    "EmulatedMXFP8",
     "ExpertParallel",  # works inside `jax.shard_map` only
     "GroupLimit",
     "Grouping",
     "MemoryPlan",
+    "NCCLExchange",
+    "NCCLGroup",
     "Overflow",
     "PaddedAllToAll",
     "RaggedAllToAll",
@@ -250,6 +253,7 @@ NOTHING_TO_DIFFER = {
     "load_entropy",
     "max_violation",
     "padding_waste",
+    "round_to_mxfp8",
     "trainable",
 }
 # Ungated activations: their gates axis has size 1.
