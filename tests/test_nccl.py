@@ -19,8 +19,8 @@ from eqx_moe._exchange._nccl_emulated import rows_of_slots, slots_for
 from eqx_moe._te_ep import ALIGNMENT, why_no_te_ep
 
 from .helpers import SEVERAL, assert_close, assert_equal, make_moe, normal, value_and_gradients
+from .meshes import COMPOSITIONS, DATA, MASK, WIDTH, X, check, make_mesh, sharded
 from .test_exchange import EXPERTS, LOADS, SHARDS, TOKENS, K, all_rounds, counts, draw, on_shards
-from .test_parallel import COMPOSITIONS, DATA, MASK, WIDTH, X, check, make_mesh, sharded
 
 
 def exchange(d_model=3, shards=SHARDS, tokens=64, k=4, experts=EXPERTS):

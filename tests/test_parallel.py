@@ -5,15 +5,13 @@ import itertools
 import re
 from collections import Counter
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AxisType
 
 import eqx_moe
-from eqx_moe import ExpertParallel, Overflow, Width
+from eqx_moe import ExpertParallel, Overflow
 
 from .helpers import (
     SEVERAL,
@@ -27,68 +25,24 @@ from .helpers import (
     stack,
     value_and_gradients,
 )
+from .meshes import (
+    COMPOSITIONS,
+    DATA,
+    EXACT,
+    EXPERTS,
+    MASK,
+    NO_EXCHANGE,
+    THREE,
+    TOKENS,
+    WIDTH,
+    X,
+    check,
+    make_mesh,
+    on_one_device,
+    sharded,
+    without,
+)
 from .test_exchange import EXCHANGES
-
-ALONE, DATA, THREE = {"expert": 8}, {"data": 2, "expert": 4}, {"data": 2, "expert": 2, "tensor": 2}
-TOKENS, WIDTH, EXPERTS = 64, 8, 8
-EXACT = {"capacity_factor": 0.7, "overflow": Overflow.EXACT}
-FULL = {"tensor_axis": "tensor", "fsdp_axis": "data"}
-# The mesh, the layer's options, and the axes that tokens are sharded over.
-COMPOSITIONS = {
-    "experts alone": (ALONE, {}, ("expert",)),
-    "data x experts": (DATA, {}, ("data", "expert")),
-    "chunks": (DATA, {"chunks": 2}, ("data", "expert")),
-    "exact rounds": (DATA, EXACT, ("data", "expert")),
-    "weights sharded along d_ff": (DATA, {"fsdp_axis": "data"}, ("data", "expert")),
-    "weights sharded along d_model": (DATA, {"fsdp_axis": "data", "fsdp_width": Width.D_MODEL}, ("data", "expert")),
-    "sequences sharded over tensor": (THREE, {"tensor_axis": "tensor"}, ("data", "expert", "tensor")),
-    "tokens whole along tensor": (
-        THREE,
-        {"tensor_axis": "tensor", "sequence_parallel": False},
-        ("data", "expert"),
-    ),
-    "all at once": (THREE, {**FULL, **EXACT, "chunks": 2}, ("data", "expert", "tensor")),
-}
-NO_EXCHANGE = {
-    "weights sharded alone": (DATA, {"axis": None, "fsdp_axis": "data"}, ("data", "expert")),
-    "tensor alone": (THREE, {"axis": None, "tensor_axis": "tensor"}, ("data", "expert", "tensor")),
-}
-
-
-def make_mesh(axes, axis_type=AxisType.Auto):
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(axis_type,) * len(axes))
-
-
-def sharded(moe, mesh, tokens, check_vma=True, apply=lambda moe, x, mask: moe(x, mask=mask)):
-    """The layer as a function of all tokens, whose statistics are those of all devices."""
-
-    def body(moe, x, mask):
-        y, stats = apply(moe, x, mask)
-        return y, eqx_moe.total_stats(stats, axis_name=tokens)
-
-    specs = (eqx_moe.partition_specs(moe), jax.P(tokens), jax.P(tokens))
-    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(jax.P(tokens), jax.P()), check_vma=check_vma)
-
-
-def without(moe):
-    return eqx_moe.with_parallel(moe, None)
-
-
-X, MASK = normal(TOKENS, WIDTH), jnp.arange(TOKENS) % 7 > 0
-
-
-@ft.cache
-def on_one_device():
-    run = jax.jit(lambda *args: value_and_gradients(lambda moe, x, mask: moe(x, mask=mask), *args))
-    return run(make_moe(WIDTH, 8, EXPERTS, **SEVERAL), X, MASK)
-
-
-def check(moe, mesh, tokens, **options):
-    run = jax.jit(lambda *args: value_and_gradients(sharded(moe, mesh, tokens, **options), *args))
-    actual = run(moe, X, MASK)
-    assert_close(actual, on_one_device())
-    return actual
-
 
 # What an exchange does differs in the first four; the others only need one.
 PAIRS = [(name, exchange) for name in list(COMPOSITIONS)[:4] for exchange in EXCHANGES]
@@ -240,88 +194,6 @@ def test_forward_mode():
     tangent = normal(*X.shape, seed=1)
     push = lambda run, moe: jax.jit(lambda moe: jax.jvp(lambda x: run(moe, x, MASK)[0], (X,), (tangent,)))(moe)
     assert_close(push(run, moe), push(lambda moe, x, mask: moe(x, mask=mask), without(moe)))
-
-
-class Twice(eqx_moe.AbstractRoutingRule):
-    """Sends every token to expert 0 as often as there are choices."""
-
-    k: int = eqx.field(static=True)
-
-    def __call__(self, logits, *, bias=None):
-        weights = jax.nn.softmax(logits)[:, : self.k]
-        return eqx_moe.Routing(jnp.zeros(weights.shape, jnp.int32), weights, logits.shape[1])
-
-
-class TestOverflow:
-    """All tokens to experts 0 and 1, which one of 4 shards holds, with room for a quarter of them."""
-
-    rule = eqx_moe.SoftmaxTopK(k=2)
-    tokens = ("data", "expert")
-
-    def layer(self, exchange, overflow):
-        parallel = ExpertParallel(exchange=EXCHANGES[exchange], capacity_factor=1, overflow=overflow)
-        moe = make_moe(WIDTH, 8, EXPERTS, rule=self.rule, parallel=parallel, router_bias=True)
-        bias = jnp.array([1e3, 1e3] + [0.0] * (EXPERTS - 2))
-        return eqx.tree_at(lambda moe: moe.router.bias, moe, bias)
-
-    @pytest.mark.parametrize("exchange", EXCHANGES)
-    def test_exact_drops_nothing(self, exchange):
-        moe = self.layer(exchange, Overflow.EXACT)
-        run = lambda run, moe: jax.jit(lambda *args: value_and_gradients(run, *args))(moe, X, MASK)
-        actual = run(sharded(moe, make_mesh(DATA), self.tokens), moe)
-        assert_close(actual, run(lambda moe, x, mask: moe(x, mask=mask), without(moe)))
-        assert actual[0][1].overflow == 0
-
-    def test_rounds_keep_nothing_for_the_backward_pass(self):
-        """But what the first needs: as much as with a buffer that suffices, however many rounds there could be."""
-        mesh = make_mesh(DATA)
-
-        def kept(factor):
-            parallel = ExpertParallel(capacity_factor=factor, overflow=Overflow.EXACT)
-            moe = make_moe(WIDTH, 64, EXPERTS, parallel=parallel)
-            run = sharded(moe, mesh, self.tokens)
-            residuals = jax.eval_shape(lambda moe, x: jax.vjp(lambda moe: run(moe, x, MASK)[0], moe)[1], moe, X)
-            return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(residuals))
-
-        assert kept(0.25) <= kept(1.0) <= kept(None)
-
-    @pytest.mark.parametrize("exchange", EXCHANGES)
-    @pytest.mark.parametrize("overflow", [Overflow.COUNT, Overflow.RAISE])
-    def test_counted(self, exchange, overflow):
-        moe, everywhere = self.layer(exchange, overflow), jnp.ones(TOKENS, bool)
-        y, stats = jax.jit(sharded(moe, make_mesh(DATA), self.tokens))(moe, X, everywhere)
-        assert stats.load.sum() == 2 * TOKENS
-        assert stats.overflow == 2 * TOKENS * 3 // 4
-        with pytest.raises(OverflowError, match="96 of 128 assignments did not fit into the receive buffers"):
-            eqx_moe.check_overflow(stats)
-        expected = np.asarray(without(moe)(X)[0])
-        if overflow is Overflow.RAISE:
-            assert np.isnan(y).all()
-        else:  # the first assignments are served as if there were no others
-            served = (np.abs(np.asarray(y) - expected) < 1e-5).all(axis=1)
-            assert served.sum() == TOKENS // 4
-            assert (served | (np.asarray(y) == 0).all(axis=1)).all()
-
-    def test_counted_once_along_tensor(self):
-        moe = self.layer("gather", Overflow.COUNT)
-        parallel = ExpertParallel(exchange=EXCHANGES["gather"], capacity_factor=1, tensor_axis="tensor")
-        moe = eqx_moe.with_parallel(moe, parallel)
-        run = sharded(moe, make_mesh(THREE), ("data", "expert", "tensor"))
-        stats = jax.jit(run)(moe, X, jnp.ones(TOKENS, bool))[1]
-        assert stats.load.sum() == 2 * TOKENS and stats.overflow == TOKENS
-
-    @pytest.mark.parametrize("exchange", EXCHANGES)
-    def test_experts_chosen_twice(self, exchange):
-        """By a rule of one's own: more may arrive at a shard than there are distinct experts."""
-        parallel = ExpertParallel(exchange=EXCHANGES[exchange], capacity_factor=1, overflow=Overflow.EXACT)
-        moe = make_moe(WIDTH, 8, 4, rule=Twice(k=2), parallel=parallel)
-        y, stats = jax.jit(sharded(moe, make_mesh(DATA), self.tokens))(moe, X, MASK)
-        expected = without(moe)(X, mask=MASK)
-        assert_close((y, stats.load), (expected[0], expected[1].load))
-        assert stats.overflow == 0
-
-    def test_nothing_to_raise(self):
-        eqx_moe.check_overflow(make_moe()(normal(3, 8))[1])
 
 
 def collectives(run, *args) -> Counter:

@@ -1,14 +1,19 @@
 """What the benchmarks compare this library with computes the same, and their tables say what was measured."""
 
+import dataclasses
 import importlib
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+
+import eqx_moe
 
 from .helpers import TOLERANCE, assert_close, make_moe, normal
 
@@ -232,3 +237,35 @@ def test_loss_curves_are_held_against_the_first(monkeypatch, tmp_path):
         "| second | 1.7500 | 2.2500 | 0.2500 | 0.2500 |",
     ]
     assert "<svg" in (tmp_path / "found.svg").read_text()
+
+
+def test_useful_rows_are_the_tokens_that_must_cross():
+    ids = np.random.default_rng(0).integers(0, 8, (12, 3))
+    shards, sent, got = 4, Counter(), Counter()
+    for token, chosen in enumerate(ids):
+        for to in {expert // 2 for expert in chosen} - {token // 3}:
+            sent[token // 3] += 1
+            got[to] += 1
+    assert benchmark("exchange").useful_rows(ids, 8, shards) == max(*sent.values(), *got.values())
+
+
+@pytest.mark.parametrize("load", ["balanced", "zipf"])
+def test_exchanges_are_measured_on_any_devices(load):
+    exchange = benchmark("exchange")
+    mesh = jax.make_mesh((8,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+    layer = dataclasses.replace(exchange.LAYERS["tiny"], load=load)
+    row = exchange.measure(layer, list(exchange.EXCHANGES), mesh, 1)
+    assert not row["not_measured"] and set(row["ms"]) == {"all_to_all", *exchange.EXCHANGES}
+    assert len(row["differs"]) == len(exchange.EXCHANGES) and max(row["differs"].values()) < TOLERANCE["bfloat16"]
+    assert len(exchange.table([row])) == 2 + 1 + len(exchange.EXCHANGES)
+
+
+def test_an_exchange_that_cannot_run_is_named(monkeypatch):
+    exchange = benchmark("exchange")
+    monkeypatch.setattr(
+        eqx_moe.NCCLGroup, "bootstrap", lambda *_: (_ for _ in ()).throw(RuntimeError("none here\n..."))
+    )
+    mesh = jax.make_mesh((8,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+    row = exchange.measure(exchange.LAYERS["tiny"], ["nccl"], mesh, 1)
+    assert row["not_measured"] == {"nccl": "none here"} and set(row["ms"]) == {"all_to_all"}
+    assert exchange.table([row])[-1].endswith("| nccl | not measured: none here |")
