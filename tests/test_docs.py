@@ -31,7 +31,6 @@ def test_every_python_block_runs(capsys, default_promotion):
     assert names["y"].shape == names["x"].shape
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", GUIDE)
 def test_every_python_block_of_the_page_runs(page, default_promotion, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # one writes a picture
