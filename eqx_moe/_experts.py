@@ -100,6 +100,7 @@ class Experts(eqx.Module):
     - `w_gate_up`: `[experts, d_model, gates, d_ff]`, with `gates` 2 or 1 as the activation needs.
     - `w_down`: `[experts, d_ff, d_model]`.
     - `b_gate_up`, `b_down`: biases, or `None`.
+    - `d_ff`: the width of the whole, where `jax.shard_map` has divided the arrays.
     """
 
     w_gate_up: Float[Array, "experts d_model gates d_ff"]
@@ -108,6 +109,7 @@ class Experts(eqx.Module):
     b_down: Float[Array, "experts d_model"] | None
     activation: AbstractActivation
     matmul: AbstractGroupedMatmul
+    d_ff: int = eqx.field(static=True)
 
     def __init__(
         self,
@@ -139,6 +141,7 @@ class Experts(eqx.Module):
         self.b_down = jnp.zeros((num_experts, d_model), dtype) if use_bias else None
         self.activation = activation
         self.matmul = matmul
+        self.d_ff = d_ff
 
     def __call__(
         self,

@@ -98,7 +98,7 @@ class ExpertParallel(eqx.Module):
         **Raises:** `ValueError` if sizes do not fit the mesh.
         """
         _check_tokens(x, routing.experts)
-        self._check_mesh(experts, routing, varying_axes(x))
+        self._check_mesh(experts, x, routing)
         if x.shape[0] == 0:
             return x, match_varying(jnp.zeros((), jnp.int32), x)[0]
         if self.tensor_axis is None:
@@ -114,25 +114,30 @@ class ExpertParallel(eqx.Module):
         overflow = jnp.where(index == 0, overflow, 0)  # each device along the axis counts the same
         return lax.psum_scatter(y, self.tensor_axis, tiled=True), overflow
 
-    def _check_mesh(self, experts: Experts, routing: Routing, varying: frozenset[str]) -> None:
-        for axis in (self.tensor_axis, self.fsdp_axis):
-            _axis_size(axis)
-        if self.tensor_axis in varying and not self.sequence_parallel:
+    def _check_mesh(self, experts: Experts, x: Float[Array, "tokens d_model"], routing: Routing) -> None:
+        tensor, fsdp, shards = map(_axis_size, (self.tensor_axis, self.fsdp_axis, self.axis))
+        if self.tensor_axis in varying_axes(x) and not self.sequence_parallel:
             raise ValueError(
                 f"tokens differ along the mesh axis {self.tensor_axis!r}, and sequence_parallel=False adds up what its "
                 "devices compute for the same tokens: use sequence_parallel=True, or replicate the tokens along it"
             )
-        shards, held = _axis_size(self.axis), experts.w_gate_up.shape[0]
         if routing.num_experts % shards:
             raise ValueError(
                 f"experts={routing.num_experts} cannot be divided among the {shards} shards of the mesh axis "
                 f"{self.axis!r}"
             )
-        if shards * held != routing.num_experts:
-            raise ValueError(
-                f"experts: {shards} shards along {self.axis!r} hold {held} each, and the router has "
-                f"{routing.num_experts}: shard the layer as `eqx_moe.partition_specs` says"
-            )
+        held, d_model, _, d_ff = experts.w_gate_up.shape
+        over_model, over_ff = (fsdp, 1) if self.fsdp_width is Width.D_MODEL else (1, fsdp)
+        for name, whole, parts, part in (
+            ("experts", routing.num_experts, shards, held),
+            ("d_model", x.shape[1], over_model, d_model),
+            ("d_ff", experts.d_ff, over_ff * tensor, d_ff),
+        ):
+            if parts * part != whole:
+                raise ValueError(
+                    f"{name}={whole} of the experts should be divided among {parts} devices, and this one holds "
+                    f"{part}: shard the layer as `eqx_moe.partition_specs` says"
+                )
 
 
 def expert_specs(parallel: ExpertParallel, experts: Experts) -> Experts:

@@ -1,7 +1,7 @@
-"""Transformer Engine: whether it can be used here, and its grouped product. The only file that imports it.
+"""Transformer Engine: whether it can be used here, and its grouped product.
 
-It has to be imported before JAX starts its GPU client, so `eqx_moe` does it where it is installed for JAX; nothing
-else here imports it by itself.
+This file and `_te_ep.py` alone import it. It has to be imported before JAX starts its GPU client, so `eqx_moe` does it
+where it is installed for JAX.
 """
 
 import contextlib

@@ -1,6 +1,7 @@
 """NCCL's exchange: its emulation on 8 virtual CPU devices, and what is lowered for GPUs. Its kernels run nowhere."""
 
 import contextlib
+import ctypes
 import itertools
 import re
 import sys
@@ -212,5 +213,30 @@ class TestGroup:
             exchange().group.bootstrap(make_mesh({"expert": 8}))
         exchange().group.bootstrap(make_mesh(DATA))  # without GPUs there is nothing to start
 
-    def test_it_cannot_be_used_here(self):
-        assert isinstance(why_no_te_ep(), str)
+    @pytest.mark.parametrize(
+        "devices, nccl, why",
+        [
+            (1, 23004, "needs at least two GPUs, and JAX sees one"),
+            (2, None, "NCCL cannot be loaded .not found.: pip install"),
+            (2, 22809, r"needs NCCL 2\.30\.4, and 2\.28\.9 is loaded: pip install 'nvidia-nccl-cu13>=2\.30\.4'"),
+            (2, 23004, None),
+        ],
+    )
+    def test_what_it_needs(self, monkeypatch, devices, nccl, why):
+        class Library:
+            def __init__(self, name):
+                if nccl is None:
+                    raise OSError("not found")
+
+            def ncclGetVersion(self, version):  # noqa: N802  # NCCL's name
+                version._obj.value = nccl
+
+        monkeypatch.setattr(_nccl._te_ep, "why_no_te", lambda: None)
+        monkeypatch.setattr(jax, "device_count", lambda: devices)
+        monkeypatch.setattr(ctypes, "CDLL", Library)
+        found = why_no_te_ep()
+        assert found is None if why is None else re.search(why, str(found))
+
+    def test_it_needs_transformer_engine(self, monkeypatch):
+        monkeypatch.setattr(_nccl._te_ep, "why_no_te", lambda: "there is none")
+        assert why_no_te_ep() == "there is none"

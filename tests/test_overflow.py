@@ -13,6 +13,9 @@ from .helpers import assert_close, make_moe, normal, value_and_gradients
 from .meshes import DATA, EXPERTS, MASK, THREE, TOKENS, WIDTH, X, make_mesh, sharded, without
 from .test_exchange import EXCHANGES
 
+# NCCL's takes one size of layers.
+ALL = {**EXCHANGES, "nccl": eqx_moe.NCCLExchange(eqx_moe.NCCLGroup(EXPERTS, WIDTH, TOKENS, k=2, shards=DATA["expert"]))}
+
 
 class Twice(eqx_moe.AbstractRoutingRule):
     """Sends every token to expert 0 as often as there are choices."""
@@ -31,12 +34,12 @@ class TestOverflow:
     tokens = ("data", "expert")
 
     def layer(self, exchange, overflow):
-        parallel = ExpertParallel(exchange=EXCHANGES[exchange], capacity_factor=1, overflow=overflow)
+        parallel = ExpertParallel(exchange=ALL[exchange], capacity_factor=1, overflow=overflow)
         moe = make_moe(WIDTH, 8, EXPERTS, rule=self.rule, parallel=parallel, router_bias=True)
         bias = jnp.array([1e3, 1e3] + [0.0] * (EXPERTS - 2))
         return eqx.tree_at(lambda moe: moe.router.bias, moe, bias)
 
-    @pytest.mark.parametrize("exchange", EXCHANGES)
+    @pytest.mark.parametrize("exchange", ALL)
     def test_exact_drops_nothing(self, exchange):
         moe = self.layer(exchange, Overflow.EXACT)
         run = lambda run, moe: jax.jit(lambda *args: value_and_gradients(run, *args))(moe, X, MASK)
@@ -57,7 +60,7 @@ class TestOverflow:
 
         assert kept(0.25) <= kept(1.0) <= kept(None)
 
-    @pytest.mark.parametrize("exchange", EXCHANGES)
+    @pytest.mark.parametrize("exchange", ALL)
     @pytest.mark.parametrize("overflow", [Overflow.COUNT, Overflow.RAISE])
     def test_counted(self, exchange, overflow):
         moe, everywhere = self.layer(exchange, overflow), jnp.ones(TOKENS, bool)

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 import eqx_moe
-from eqx_moe import ExpertParallel, Overflow
+from eqx_moe import ExpertParallel, Overflow, Width
 
 from .helpers import (
     SEVERAL,
@@ -254,17 +254,38 @@ class TestMistakes:
         with pytest.raises(ValueError, match="divisible"):
             self.run(moe)
 
-    def test_whole_experts_inside(self):
-        """Weights that were not sharded, as with specs of one's own."""
-        moe = make_moe(WIDTH, 8, EXPERTS, parallel=ExpertParallel())
-        whole = jax.shard_map(
+    @pytest.mark.parametrize("check_vma", [True, False])
+    @pytest.mark.parametrize(
+        "mine, given, wrong",
+        [
+            ({}, {"axis": None}, "experts=8 .* among 4 devices, and this one holds 8"),
+            ({"axis": None, "fsdp_axis": "data"}, {"axis": None}, "d_ff=8 .* among 2 devices, and this one holds 8"),
+            ({"fsdp_axis": "data"}, {}, "d_ff=8 .* among 2 devices, and this one holds 8"),
+            (
+                {"fsdp_axis": "data", "fsdp_width": Width.D_MODEL},
+                {},
+                "d_model=8 .* among 2 devices, and this one holds 8",
+            ),
+            ({"fsdp_axis": "data"}, {"fsdp_axis": "data", "fsdp_width": Width.D_MODEL}, "d_model=8 .* among 1 devices"),
+            ({"tensor_axis": "data"}, {}, "d_ff=8 .* among 2 devices, and this one holds 8"),
+            ({}, {"tensor_axis": "data"}, "d_ff=8 .* among 1 devices, and this one holds 4"),
+            ({}, {"fsdp_axis": "data"}, "d_ff=8 .* among 1 devices, and this one holds 4"),
+        ],
+    )
+    def test_weights_divided_in_another_way(self, mine, given, wrong, check_vma):
+        """As with specs of one's own, or of a layer with other options; it gave wrong numbers."""
+        moe, other = (make_moe(WIDTH, 8, EXPERTS, parallel=ExpertParallel(**options)) for options in (mine, given))
+        specs = jax.tree.unflatten(jax.tree.structure(moe), jax.tree.leaves(eqx_moe.partition_specs(other)))
+        tokens = jax.P(("data", "expert"))
+        run = jax.shard_map(
             lambda moe, x: moe(x)[0],
             mesh=make_mesh(DATA),
-            in_specs=(jax.P(), jax.P("expert")),
-            out_specs=jax.P("expert"),
+            in_specs=(specs, tokens),
+            out_specs=tokens,
+            check_vma=check_vma,
         )
-        with pytest.raises(ValueError, match=r"experts: 4 shards .* hold 8 each, and the router has 8"):
-            jax.eval_shape(whole, moe, X)
+        with pytest.raises(ValueError, match=wrong + ".*shard the layer as `eqx_moe.partition_specs` says"):
+            jax.eval_shape(run, moe, X)
 
     def test_outside_of_shard_map(self):
         moe = make_moe(WIDTH, 8, EXPERTS, parallel=ExpertParallel())

@@ -16,6 +16,7 @@ import pytest
 import eqx_moe
 
 from .helpers import TOLERANCE, assert_close, make_moe, normal
+from .meshes import ALONE, make_mesh
 
 pytestmark = pytest.mark.slow
 
@@ -252,7 +253,7 @@ def test_useful_rows_are_the_tokens_that_must_cross():
 @pytest.mark.parametrize("load", ["balanced", "zipf"])
 def test_exchanges_are_measured_on_any_devices(load):
     exchange = benchmark("exchange")
-    mesh = jax.make_mesh((8,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = make_mesh(ALONE)
     layer = dataclasses.replace(exchange.LAYERS["tiny"], load=load)
     row = exchange.measure(layer, list(exchange.EXCHANGES), mesh, 1)
     assert not row["not_measured"] and set(row["ms"]) == {"all_to_all", *exchange.EXCHANGES}
@@ -265,7 +266,7 @@ def test_an_exchange_that_cannot_run_is_named(monkeypatch):
     monkeypatch.setattr(
         eqx_moe.NCCLGroup, "bootstrap", lambda *_: (_ for _ in ()).throw(RuntimeError("none here\n..."))
     )
-    mesh = jax.make_mesh((8,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = make_mesh(ALONE)
     row = exchange.measure(exchange.LAYERS["tiny"], ["nccl"], mesh, 1)
     assert row["not_measured"] == {"nccl": "none here"} and set(row["ms"]) == {"all_to_all"}
     assert exchange.table([row])[-1].endswith("| nccl | not measured: none here |")

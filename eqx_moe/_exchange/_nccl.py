@@ -124,12 +124,14 @@ class _Wired(eqx.Module):
 
 
 class NCCLExchange(AbstractExchange):
-    """NCCL's own dispatch and combine for expert parallelism, called through Transformer Engine: a token that goes to
-    several experts of a node crosses the network once.
+    """NCCL's own dispatch and combine for expert parallelism
+    ([arXiv:2603.13606](https://arxiv.org/abs/2603.13606)), called through Transformer Engine. By its
+    authors' account, tokens are put together inside a node before they cross the network.
 
     On NVIDIA GPUs it takes bfloat16 tokens, at least two GPUs with NVLink multicast, NCCL 2.30.4, Transformer Engine,
     and [`eqx_moe.NCCLGroup`][]`.bootstrap` before the first step; on other platforms an emulation gives the same
-    numbers and is meant for tests. No token may have the same expert twice. `jax.vmap` over it is not supported.
+    numbers and is meant for tests. No token may have the same expert twice. Only the emulation can be batched by
+    `jax.vmap`.
 
     **It has never run on GPUs**: its emulation and what is lowered for GPUs are tested, the kernels are not.
 
