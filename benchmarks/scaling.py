@@ -67,8 +67,15 @@ def exchanges(layer: Layer, factor: float | None) -> str:
 
 def memory(layer: Layer, shards: int) -> str:
     """What every exchange allocates."""
-    sizes = {"experts": layer.experts, "k": layer.k, "shards": shards}
-    plan = eqx_moe.plan_memory(tokens=TOKENS, d_model=layer.d_model, d_ff=layer.d_ff, budget=BUDGET, **sizes)
+    plan = eqx_moe.plan_memory(
+        tokens=TOKENS,
+        d_model=layer.d_model,
+        d_ff=layer.d_ff,
+        experts=layer.experts,
+        k=layer.k,
+        shards=shards,
+        budget=BUDGET,
+    )
     return f"```text\n{plan}\n```"
 
 

@@ -4,12 +4,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ._activated import activated_matmul
 from ._activations import AbstractActivation, SwiGLU, check_gates
 from ._grouping import Grouping
-from ._init import check_positive, scaled_normal
+from ._init import check_positive, float_dtype, scaled_normal
 from ._matmul._auto import AutoGroupedMatmul
 from ._matmul._base import AbstractGroupedMatmul, Product, Side
 from ._matmul._functions import check_dtypes, gathered_matmul, grouped_matmul
@@ -120,7 +121,7 @@ class Experts(eqx.Module):
         activation: AbstractActivation = SwiGLU(),
         matmul: AbstractGroupedMatmul = AutoGroupedMatmul(),
         use_bias: bool = False,
-        dtype: jnp.dtype | type = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         key: Array,
     ):
         """**Arguments:**
@@ -133,6 +134,7 @@ class Experts(eqx.Module):
         - `key`: for the initialisation, normal with variance `1 / fan_in`.
         """
         check_positive(d_model=d_model, d_ff=d_ff, num_experts=num_experts)
+        dtype = float_dtype("dtype", dtype)
         up_key, down_key = jax.random.split(key)
         gates = activation.gates
         self.w_gate_up = scaled_normal(up_key, (num_experts, d_model, gates, d_ff), d_model, dtype)

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from ._activations import AbstractActivation, SwiGLU, weighted_activation
 from ._experts import PRE_ACTIVATION, Experts
 from ._grouping import Grouping, group_by_expert, row_weights
-from ._init import check_positive, scaled_normal
+from ._init import check_positive, float_dtype, scaled_normal
 from ._matmul._auto import AutoGroupedMatmul
 from ._matmul._base import AbstractGroupedMatmul
 from ._parallel import ExpertParallel
@@ -98,7 +99,7 @@ class MoE(eqx.Module):
         d_latent: int | None = None,
         jitter: float | int = 0.0,
         soft_cap: float | int | None = None,
-        dtype: jnp.dtype | type = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         key: Array,
     ):
         """**Arguments:**
@@ -130,6 +131,7 @@ class MoE(eqx.Module):
             raise ValueError(f"k={rule.k} experts per token cannot be chosen from num_experts={num_experts}")
         if shared_gate and d_shared is None:
             raise ValueError("shared_gate=True needs shared experts: give d_shared")
+        dtype = float_dtype("dtype", dtype)
         _check_rule(rule, num_experts)
         keys = jax.random.split(key, 7)
         self.router = Router(
@@ -205,10 +207,31 @@ class MoE(eqx.Module):
         key: Array | None,
         group: _Group[_T],
     ) -> tuple[Routing, _T, MoEStats]:
+        self._check_sizes(x)
         policy = jax.checkpoint_policies.save_only_these_names(EXPERT_IDS, EXPERT_LOGITS)
         bias = None if self.selection_bias is None else self.selection_bias.value.astype(jnp.float32)
         route = jax.checkpoint(ft.partial(_route, rule=self.rule, group=group), policy=policy)
         return route(self.router, x, bias, mask, key)
+
+    def _check_sizes(self, x: Float[Array, "tokens width"]) -> None:
+        """Raises `ValueError` for tokens or arrays that the layer was not made for."""
+        float_dtype("the dtype of x", x.dtype)
+        weight, experts = self.router.weight, self.experts
+        if weight.ndim > 2:
+            raise ValueError(
+                f"the router's weight has shape {weight.shape}, so this is a stack of layers: call each of them inside "
+                "`jax.lax.scan`, or all with `equinox.filter_vmap`"
+            )
+        d_model, num_experts = weight.shape
+        if x.shape[-1] != d_model:
+            raise ValueError(f"d_model={d_model} is what the layer was made for, and x has width {x.shape[-1]}")
+        held, d_in, _, d_ff = experts.w_gate_up.shape
+        inner = d_model if self.latent is None else self.latent.down.shape[1]
+        if self.parallel is None and (held, d_in, d_ff) != (num_experts, inner, experts.d_ff):
+            raise ValueError(
+                f"the layer has experts={num_experts} of d_model={inner} and d_ff={experts.d_ff}, and its arrays hold "
+                f"{held} of {d_in} and {d_ff}: experts divided among devices need `parallel`, an ExpertParallel"
+            )
 
 
 @jax.checkpoint  # so that the casted weights do not live until the backward pass

@@ -172,7 +172,11 @@ def _serve_in_chunks(
     if parallel.chunks == 1:
         return _serve(parallel, experts, x, routing)
     if x.shape[0] % parallel.chunks:
-        raise ValueError(f"tokens={x.shape[0]} of a device cannot be divided into chunks={parallel.chunks}")
+        fewer = max(n for n in range(1, parallel.chunks) if x.shape[0] % n == 0)
+        raise ValueError(
+            f"tokens={x.shape[0]} of a device cannot be divided into chunks={parallel.chunks}: the next smaller number "
+            f"of chunks that divides them is {fewer}"
+        )
 
     # Rematerialised as a whole, so that gathered weights are not kept, and by chunk, so that buffers are not.
     @jax.checkpoint

@@ -3,13 +3,14 @@
 import dataclasses
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ._exchange._base import AbstractExchange
 from ._exchange._cost import Sizes, chunk_sizes, traffic_of
 from ._exchange._gather import AllGatherReduceScatter
 from ._exchange._padded import PaddedAllToAll
 from ._exchange._ragged import RaggedAllToAll
-from ._init import check_positive
+from ._init import check_positive, float_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +86,8 @@ def plan_memory(
     experts: int,
     k: int,
     shards: int,
-    dtype=jnp.bfloat16,
-    capacity_factor: float | int = 1.25,
+    dtype: DTypeLike = jnp.bfloat16,
+    capacity_factor: float | int | None = 1.25,
     budget: int | None = None,
     gates: int = 2,
 ) -> MemoryPlan:
@@ -109,7 +110,7 @@ def plan_memory(
     - `experts`, `k`: how many there are, and are chosen per token.
     - `shards`: devices among which the experts are divided.
     - `dtype`: of the tokens.
-    - `capacity_factor`: of the bounded buffers, a multiple of what perfect balance would need.
+    - `capacity_factor`: of the bounded buffers, a multiple of what perfect balance would need, or `None` for none.
     - `budget`: bytes per device that the buffers may take; without it nothing is chunked.
     - `gates`: 2 for gated experts, else 1.
 
@@ -119,24 +120,23 @@ def plan_memory(
     **Raises:** `ValueError` if sizes do not fit together.
     """
     check_positive(tokens=tokens, d_model=d_model, d_ff=d_ff, gates=gates)
+    dtype = float_dtype("dtype", dtype)
     if budget is not None:
         check_positive(budget=budget)
-    itemsize = jnp.dtype(dtype).itemsize
+    factors = (None,) if capacity_factor is None else (None, capacity_factor)
     rows, too_large = [], []
     for exchange in (AllGatherReduceScatter(), RaggedAllToAll(), PaddedAllToAll()):
 
-        def buffers(factor, chunks, exchange=exchange):
+        def buffers(factor, chunks=1, exchange=exchange):
             sizes = Sizes(tokens // chunks, k, experts, shards, factor)
-            return _buffers(exchange, sizes, chunks, d_model * itemsize, d_ff * itemsize, gates)
+            return _buffers(exchange, sizes, chunks, d_model * dtype.itemsize, d_ff * dtype.itemsize, gates)
 
-        rows += [buffers(None, 1), buffers(capacity_factor, 1)]
+        rows += [buffers(factor) for factor in factors]
         if budget is not None:
             fitting = (row for n in chunk_sizes(tokens) if (row := buffers(None, n)).total <= budget)
             chunked = next(fitting, None)
             (too_large if chunked is None else rows).append(exchange if chunked is None else chunked)
-    sizes = (
-        f"{tokens} tokens of {d_model}, {experts} experts of {d_ff}, k={k}, {shards} shards, {jnp.dtype(dtype).name}"
-    )
+    sizes = f"{tokens} tokens of {d_model}, {experts} experts of {d_ff}, k={k}, {shards} shards, {dtype.name}"
     return MemoryPlan(tuple(rows), tuple(too_large), sizes, budget)
 
 

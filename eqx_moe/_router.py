@@ -3,9 +3,10 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from ._init import check_positive, scaled_normal
+from ._init import check_positive, float_dtype, scaled_normal
 from ._routing import check_jitter, check_soft_cap, jitter, router_logits
 
 
@@ -29,7 +30,7 @@ class Router(eqx.Module):
         use_bias: bool = False,
         jitter: float | int = 0.0,
         soft_cap: float | int | None = None,
-        dtype: jnp.dtype | type = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         key: Array,
     ):
         """**Arguments:**
@@ -42,6 +43,7 @@ class Router(eqx.Module):
         - `key`: for the initialisation, normal with variance `1 / d_model`.
         """
         check_positive(d_model=d_model, num_experts=num_experts)
+        dtype = float_dtype("dtype", dtype)
         check_jitter(jitter)
         check_soft_cap(soft_cap)
         self.weight = scaled_normal(key, (d_model, num_experts), d_model, dtype)

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from ._routing import Routing, known_or_none
@@ -111,8 +112,12 @@ def check_overflow(stats: MoEStats) -> None:
 
     - `stats`: with any number of leading axes; concrete, so outside of `jax.jit`.
 
-    **Raises:** `OverflowError` with the number of dropped assignments, and the remedy.
+    **Raises:** `OverflowError` with the number of dropped assignments, and the remedy; `ValueError` inside `jax.jit`.
     """
+    if isinstance(stats.overflow, Tracer):
+        raise ValueError(
+            "check_overflow reads numbers, and there are none inside `jax.jit`: return `stats`, and check them outside"
+        )
     dropped, served = (int(np.sum(np.asarray(x), dtype=np.int64)) for x in (stats.overflow, stats.load))
     if dropped:
         raise OverflowError(

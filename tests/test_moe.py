@@ -293,9 +293,47 @@ def test_impossible_options_are_refused(options, message):
         make_moe(**options)
 
 
+TOKENS_OF = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    "x, options, message",
+    [
+        (TOKENS_OF(13, 7), {}, "d_model=8 is what the layer was made for, and x has width 7"),
+        (TOKENS_OF(8, 13), ALL, "d_model=8 is what the layer was made for, and x has width 13"),
+        (TOKENS_OF(13, 8, dtype=jnp.float8_e4m3fn), {}, "the dtype of x=float8_e4m3fn must be float32"),
+    ],
+)
+def test_wrong_tokens_are_refused(x, options, message):
+    moe = make_moe(**options)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(moe, x)
+    if x.ndim == 2:
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(moe.route, x)
+
+
+@pytest.mark.parametrize(
+    "part", [(slice(2),), (slice(None), slice(4)), (..., slice(3))], ids=["experts", "d_model", "d_ff"]
+)
+def test_a_part_of_the_experts_needs_parallel(part):
+    moe = make_moe()
+    moe = eqx.tree_at(lambda moe: moe.experts.w_gate_up, moe, moe.experts.w_gate_up[part])
+    with pytest.raises(ValueError, match="experts divided among devices need `parallel`"):
+        moe(normal(13, 8))
+
+
+def test_a_stack_of_layers_is_not_one():
+    moe = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), make_moe())
+    with pytest.raises(ValueError, match=r"shape \(2, 8, 5\), so this is a stack of layers: call each"):
+        moe(normal(13, 8))
+    y, _ = eqx.filter_vmap(lambda moe: moe(normal(13, 8)))(moe)
+    assert_close(y[0], make_moe()(normal(13, 8))[0])
+
+
 @pytest.mark.parametrize(
     "x, mask",
-    [((13, 7), None), ((8, 13), None), ((13, 8), (12,)), ((13, 8), (13, 8)), ((13, 8), (13, 1)), ((2, 3, 8), (6,))],
+    [((13, 8), (12,)), ((13, 8), (13, 8)), ((13, 8), (13, 1)), ((2, 3, 8), (6,))],
 )
 def test_wrong_shapes_are_refused(x, mask):
     with pytest.raises(Exception, match="Type-check error"):

@@ -95,5 +95,9 @@ class TestOverflow:
         assert_close((y, stats.load), (expected[0], expected[1].load))
         assert stats.overflow == 0
 
+    def test_not_inside_jit(self):
+        with pytest.raises(ValueError, match=r"there are none inside `jax\.jit`: return `stats`"):
+            jax.jit(lambda moe, x: eqx_moe.check_overflow(moe(x)[1]))(make_moe(), normal(3, 8))
+
     def test_nothing_to_raise(self):
         eqx_moe.check_overflow(make_moe()(normal(3, 8))[1])

@@ -246,7 +246,7 @@ class TestMistakes:
 
     def test_chunks_that_do_not_divide(self):
         moe = make_moe(WIDTH, 8, EXPERTS, parallel=ExpertParallel(chunks=3))
-        with pytest.raises(ValueError, match="tokens=8 of a device cannot be divided into chunks=3"):
+        with pytest.raises(ValueError, match="chunks=3: the next smaller number of chunks that divides them is 2"):
             self.run(moe)
 
     def test_experts_that_do_not_divide(self):

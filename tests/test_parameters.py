@@ -1,5 +1,7 @@
 """The layer's parameters and its state: what they are, how they start, what the optimiser sees."""
 
+import functools as ft
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -89,6 +91,24 @@ class TestParameters:
         assert moe.selection_bias.value.dtype == jnp.float32  # state keeps its precision
         moe = eqx.tree_at(lambda m: m.selection_bias, moe, None)
         assert {str(leaf.dtype) for leaf in jax.tree.leaves(moe)} == {"bfloat16"}
+
+    def test_dtype_by_name(self):
+        assert make_moe(dtype="bfloat16").experts.w_down.dtype == jnp.bfloat16
+
+    @pytest.mark.parametrize(
+        "dtype, message",
+        [
+            (jnp.int32, "dtype=int32 must be float32"),
+            (jnp.float8_e5m2, "dtype=float8_e5m2 must be float32"),
+            (complex, "dtype=complex128 must be float32"),
+            ("bf16", "dtype='bf16' is no dtype: use one such as"),
+        ],
+    )
+    def test_parameters_are_floats(self, dtype, message):
+        layer = ft.partial(eqx_moe.MoE, 8, 6, 5, rule=eqx_moe.SoftmaxTopK(k=2))
+        for make in (layer, ft.partial(eqx_moe.Experts, 8, 6, 5), ft.partial(eqx_moe.Router, 8, 5)):
+            with pytest.raises(ValueError, match=message):
+                make(dtype=dtype, key=jax.random.key(0))
 
     def test_different_keys_give_different_layers(self):
         one, two = (eqx_moe.MoE(8, 6, 5, rule=eqx_moe.SoftmaxTopK(k=2), key=jax.random.key(seed)) for seed in (0, 1))

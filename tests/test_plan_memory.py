@@ -135,6 +135,11 @@ def test_table_is_aligned():
     assert len({len(line) for line in (head, *lines)}) == 1
 
 
+def test_without_a_factor_no_buffer_is_bounded():
+    assert plan(capacity_factor=None).rows == tuple(row for row in plan().rows if row.capacity_factor is None)
+    assert len(plan(capacity_factor=None).rows) == 3
+
+
 def test_ungated_experts_have_half_the_pre_activation():
     two, one = plan().rows[0], plan(gates=1).rows[0]
     assert one.pre_activation == two.pre_activation // 2 == one.activation
@@ -149,6 +154,7 @@ def test_ungated_experts_have_half_the_pre_activation():
         ({"shards": 3}, "experts=16 cannot be divided among the 3 shards"),
         ({"k": 17}, "k=17 cannot be larger than experts=16"),
         ({"capacity_factor": 0}, "capacity_factor=0 must be positive"),
+        ({"dtype": jnp.int32}, "dtype=int32 must be float32"),
     ],
 )
 def test_refuses(changes, message):

@@ -4,8 +4,10 @@ import dataclasses
 
 import equinox as eqx
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
+from .._init import float_dtype
 from .._matmul._auto import PLATFORMS, default_platform
 from .._routing import Routing
 from ._base import AbstractExchange, ExchangePlan, split_experts
@@ -86,7 +88,7 @@ class AutoExchange(AbstractExchange):
         d_model: int | None = None,
         d_ff: int | None = None,
         gates: int = 2,
-        dtype=jnp.bfloat16,
+        dtype: DTypeLike = jnp.bfloat16,
     ) -> ExchangeSelection:
         """Which exchange will run, and why not the others.
 
@@ -110,7 +112,7 @@ class AutoExchange(AbstractExchange):
             raise ValueError(f"platform={platform!r} must be one of {', '.join(PLATFORMS)}")
         if d_ff is not None and d_model is None:
             raise ValueError(f"d_ff={d_ff} was given without d_model: give both, or none")
-        sizes, itemsize = Sizes(tokens, k, experts, shards, capacity_factor), jnp.dtype(dtype).itemsize
+        sizes, itemsize = Sizes(tokens, k, experts, shards, capacity_factor), float_dtype("dtype", dtype).itemsize
         candidates = self.candidates()
         chosen = _choose(candidates, sizes, platform)
         row_bytes = REFERENCE_WIDTH * 2 if d_model is None else d_model * itemsize
