@@ -15,6 +15,7 @@ from ._exchange._base import AbstractExchange, ExchangePlan, check_capacity_fact
 from ._experts import PRE_ACTIVATION, Experts
 from ._grouping import Grouping, group_by_expert, row_weights
 from ._init import check_positive
+from ._linear import linear
 from ._routing import Routing
 from ._vma import match_varying, varying_axes
 
@@ -60,7 +61,8 @@ class ExpertParallel(eqx.Module):
     - `sequence_parallel`: whether tokens are sharded over `tensor_axis` too: they are gathered before the experts, and
       the results reduce-scattered. Otherwise they must be the same along it, and results are all-reduced.
     - `fsdp_axis`: a mesh axis over which the experts' weights are sharded too, and gathered for use, in the dtype of
-      the tokens, in the forward pass and again in the backward pass; or `None`. Usually the axis of the data.
+      the tokens, in the forward pass and again in the backward pass, while their gradients are reduce-scattered in the
+      dtype of the parameters; or `None`. Usually the axis of the data.
     - `fsdp_width`: along which of their widths, an [`eqx_moe.Width`][].
     """
 
@@ -181,9 +183,7 @@ def _serve_in_chunks(
     # Rematerialised as a whole, so that gathered weights are not kept, and by chunk, so that buffers are not.
     @jax.checkpoint
     def run(experts, x, routing):
-        # Back in their own dtype, in which the gradients of all chunks are then added up.
-        gathered = _gather_weights(parallel, experts, x)
-        experts = jax.tree.map(lambda leaf, own: match_varying(leaf.astype(own.dtype), x)[0], gathered, experts)
+        experts = jax.tree.map(lambda leaf: match_varying(leaf, x)[0], _gather_weights(parallel, experts, x))
         serve = jax.checkpoint(ft.partial(_serve, dataclasses.replace(parallel, fsdp_axis=None), experts))
         split = lambda leaf: leaf.reshape(parallel.chunks, -1, *leaf.shape[1:])
         y, overflow = lax.map(lambda chunk: serve(*chunk), jax.tree.map(split, (x, routing)))
@@ -273,19 +273,27 @@ def _compute(
 
 
 def _gather_weights(parallel: ExpertParallel, experts: Experts, x: Float[Array, "n d_model"]) -> Experts:
-    """The experts with whole widths, as far as `fsdp_axis` divides them."""
+    """The experts with whole widths, as far as `fsdp_axis` divides them: gathered in the dtype of `x`, while their
+    gradients are summed over devices in the dtype of the parameters, as they are in any other layout."""
     axis = parallel.fsdp_axis
     if axis is None:
         return experts
 
     def gather(leaf, spec):
-        (dimension,) = [i for i, axes in enumerate(spec) if axis == axes or (isinstance(axes, tuple) and axis in axes)]
-        return lax.all_gather(match_varying(leaf, x)[0].astype(x.dtype), axis, axis=dimension, tiled=True)
+        sharded = [i for i, axes in enumerate(spec) if axis == axes or (isinstance(axes, tuple) and axis in axes)]
+        if not sharded:
+            return leaf
+        (dimension,), own = sharded, leaf.dtype
 
-    sharded = lambda spec: any(axis == axes or (isinstance(axes, tuple) and axis in axes) for axes in spec)
-    return jax.tree.map(
-        lambda leaf, spec: gather(leaf, spec) if sharded(spec) else leaf, experts, expert_specs(parallel, experts)
-    )
+        def whole(_, leaf):
+            return (lax.all_gather(leaf.astype(x.dtype), axis, axis=dimension, tiled=True).astype(own),)
+
+        def part(_, leaf):
+            return (lax.psum_scatter(leaf, axis, scatter_dimension=dimension, tiled=True),)
+
+        return linear(whole, part, (), match_varying(leaf, x)[0])[0]
+
+    return jax.tree.map(gather, experts, expert_specs(parallel, experts))
 
 
 def _check_tokens(x: Float[Array, "tokens d_model"], experts: Int32[Array, "tokens k"]) -> None: ...

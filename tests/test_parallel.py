@@ -153,12 +153,17 @@ def test_bfloat16_tokens(composition, options):
     with jax.default_matmul_precision("highest"):
         expected = jax.grad(ft.partial(loss, lambda moe, x, mask: moe(x, mask=mask)))(without(moe), X)
     assert_close(gradient(moe, X.astype(jnp.bfloat16)), expected, dtype="bfloat16")
-    summed = [
-        eqn.invars[0].aval.dtype
+    moved = [
+        (eqn.primitive.name, eqn.invars[0].aval)
         for eqn in equations(jax.make_jaxpr(gradient)(moe, X.astype(jnp.bfloat16)))
-        if eqn.primitive.name in ("psum", "psum_invariant") and eqn.invars[0].aval.ndim > 1
+        if eqn.invars
     ]
+    summed = [value.dtype for name, value in moved if name in ("psum", "psum_invariant") and value.ndim > 1]
+    scattered = [value.dtype for name, value in moved if name == "reduce_scatter" and value.ndim > 2]  # of weights
+    gathered = [value.dtype for name, value in moved if name == "all_gather" and value.ndim > 2]
     assert summed and set(summed) == {jnp.dtype("float32")}
+    assert set(scattered) == ({jnp.dtype("float32")} if "fsdp_axis" in more else set())
+    assert set(gathered) == ({jnp.dtype("bfloat16")} if "fsdp_axis" in more else set())
 
 
 @pytest.mark.parametrize("options", [{}, EXACT, {"chunks": 2}, {"fsdp_axis": "data"}])

@@ -153,7 +153,8 @@ def exchange_cost(traffic: Traffic, shards: int, row_bytes: int) -> Cost:
 
 def weight_gathering_cost(*, experts: int, d_model: int, d_ff: int, gates: int, shards: int, itemsize: int) -> Cost:
     """Of the alternative without any exchange: experts sharded over the same devices and gathered for use, in the
-    forward pass and again in the backward pass, and their gradient reduce-scattered."""
+    forward pass and again in the backward pass, and their gradient reduce-scattered; parameters have `itemsize` bytes
+    each, as the tokens have."""
     weights = (gates + 1) * experts * d_model * d_ff * itemsize
     moved = 3 * weights * (shards - 1) / shards
     link = H200.network if shards > H200.devices_per_node else H200.node
